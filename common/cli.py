@@ -1,0 +1,259 @@
+"""``python -m common``: run packs, attach their output, add a pack. The nox sessions call this."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.text import Text
+
+from common import __version__
+from common.errors import UserError
+from common.pack import Pack, all_packs, find
+
+#: Exit codes: every verdict as expected; one is not; the call or its surroundings are wrong; stopped by Ctrl-C.
+OK, SURPRISE, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    options, extra = parser.parse_known_args(arguments)
+    if extra and options.command != "run":
+        parser.error(f"unrecognized arguments: {' '.join(extra)}")
+    try:
+        return int(options.call(options, extra))
+    except UserError as error:
+        _complain(str(error))
+        return USAGE
+    except KeyboardInterrupt:
+        _complain("Stopped. Receipts of the runs that had ended are kept; nothing is left running.")
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+
+
+def _complain(sentence: str) -> None:
+    from common.report import console
+
+    console(stderr=True).print(Text(sentence, "red"), soft_wrap=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    prog = os.environ.get("REPRODUCER_PROG") or "python -m common"
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Is this upstream bug in that release, and does this fix cure it?",
+        epilog="Exit status: 0 every verdict is what the pack expects, 1 one is not, 2 a mistake in the call or its surroundings, 130 Ctrl-C.",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    run = commands.add_parser(
+        "run",
+        help="run a pack on releases of its upstream, unpatched and patched",
+        description="Run a pack on releases of its upstream, unpatched and patched, and store a receipt of each run. "
+        "Arguments of the pack's own script (--shape, --dtype, …) may follow and are handed to it.",
+    )
+    run.add_argument("pack", help="pack09, 09 or 9")
+    which = run.add_mutually_exclusive_group()
+    which.add_argument(
+        "--releases", "--release", metavar="WHICH", help="pinned (the default), all, or versions and specifiers: 0.6.5 or '>=0.6,<0.8'"
+    )
+    which.add_argument("--wheel", type=Path, action="append", metavar="FILE", help="a wheel of the upstream package; may be repeated")
+    which.add_argument("--release-path", type=Path, metavar="DIR", help="a folder that holds the installed release (pip install --target DIR)")
+    run.add_argument("--here", action="store_true", help="in the active environment: no nox, no network, nothing installed")
+    run.add_argument("--patch", type=Path, metavar="DIFF", help="judge this diff (a pull request under review) instead of the pack's fix")
+    run.add_argument("--without", metavar="TRANSFORM", help="leave one transform of the fix out: the patched side must turn red")
+    run.add_argument("--lane", help="this lane instead of the strongest that the machine allows")
+    run.add_argument("--variant", help="arguments that the pack has a name for (see its pack.toml)")
+    run.add_argument("--jobs", type=int, metavar="N", help="releases at a time (default: one a core, one on a GPU)")
+    run.add_argument("--results", type=Path, metavar="DIR", help="where receipts go (default: results/)")
+    run.add_argument("--machine", metavar="NAME", help="the machine's name in results/ (default: made from what it is)")
+    run.add_argument("--proofs", action="store_true", help="print the three proofs of every verdict, however many")
+    run.set_defaults(call=_run)
+
+    listing = commands.add_parser("list", help="list the packs")
+    listing.set_defaults(call=_list)
+
+    attach = commands.add_parser(
+        "attach",
+        help="write the text and the files to attach to an upstream issue",
+        description="Write results/attach/PACK.md from the stored receipts, and beside it the script, the fix's diff and the receipts. It files nothing.",
+    )
+    attach.add_argument("pack", help="pack09, 09 or 9")
+    attach.add_argument("--for", dest="template", metavar="UPSTREAM", help="under the headings of this upstream's bug template, e.g. liger-kernel")
+    attach.add_argument("--machine", metavar="NAME", help="receipts of this machine (default: the one with the strongest evidence)")
+    attach.add_argument("--results", type=Path, metavar="DIR", help="where receipts are (default: results/)")
+    attach.set_defaults(call=_attach)
+
+    new = commands.add_parser("new-pack", help="make the skeleton of a pack that passes the contract tests")
+    new.add_argument("number", type=int, help="two digits that no pack has had, e.g. 21")
+    new.add_argument("slug", help="lower-case words joined by underscores, e.g. mimo_reduce")
+    new.add_argument("--package", default="example", help="the upstream's name on PyPI")
+    new.set_defaults(call=_new_pack)
+
+    tables = commands.add_parser("tables", help="rewrite the generated tables of README.md")
+    tables.add_argument("--check", action="store_true", help="change nothing; exit 1 when one is not up to date")
+    tables.set_defaults(call=_tables)
+
+    bench = commands.add_parser("bench", help="measure the runner against doing the same by hand, into docs/benchmarks.md")
+    bench.add_argument("--quick", action="store_true", help="time two releases of the by-hand way instead of five")
+    bench.set_defaults(call=_bench)
+    return parser
+
+
+def _run(options: argparse.Namespace, extra: list[str]) -> int:
+    from common import lanes, report, runner
+    from common.releases import Release, choose
+
+    pack = find(options.pack)
+    if options.wheel and len(options.wheel) > 1:
+        codes = [main([*_rerun(options), "--wheel", str(wheel), *extra]) for wheel in options.wheel]
+        return max(codes)
+    if options.jobs is not None and options.jobs < 1:
+        raise UserError(f"--jobs {options.jobs} is not a number of at least 1.")
+    if options.patch is not None and options.without is not None:
+        raise UserError("--without leaves out a part of the pack's own fix; it has no meaning beside --patch.")
+    variant, arguments = _arguments(pack, options.variant, extra)
+    lane = lanes.choose(pack, options.lane)
+    out = report.console()
+    results = options.results or runner.RESULTS
+    review = options.patch is not None or options.without is not None
+    if review:  # Verdicts on somebody's diff, or on a fix broken on purpose, are no record of the release.
+        results = results / "review" / (options.patch.stem if options.patch else f"without-{options.without}")
+    jobs = options.jobs or runner.default_jobs(lane)
+    plan = runner.Plan(
+        pack=pack,
+        threads=max(1, (os.cpu_count() or 1) // jobs) if jobs > 1 else 0,
+        lane=lane,
+        arguments=arguments,
+        variant=variant,
+        patch=options.patch,
+        drop=options.without,
+        here=options.here,
+        wheel=options.wheel[0].resolve() if options.wheel else None,
+        release_path=options.release_path,
+        results=results,
+        **({"machine": options.machine} if options.machine else {}),
+    )
+    chosen: list[Release]
+    warnings: list[str] = []
+    if pack.wheels is not None and not plan.here:
+        built = runner.built_wheels(pack, plan.cache)
+        wanted = list(pack.pinned) if options.releases in (None, "pinned", "all") else options.releases.split(",")
+        if unknown := [version for version in wanted if version not in built]:
+            raise UserError(f"{pack.package} has no release {unknown[0]}; there are {', '.join(built)}.")
+        chosen = [Release(version=version, file=built[version].name, sha256="") for version in wanted]
+    elif plan.here or plan.wheel or plan.release_path:
+        from common import environment
+
+        if plan.here or plan.release_path:
+            if options.releases:
+                raise UserError("--here runs the one release that is there: give another with --wheel or --release-path, not with --releases.")
+            there = environment.here(pack.package, plan.cache, wheel=plan.wheel, release_path=plan.release_path)
+            chosen = [Release(version=there.version, file=there.file, sha256=there.sha256)]
+        else:
+            assert plan.wheel is not None
+            sha256, version = environment.read_wheel(plan.wheel, pack.package)
+            chosen = [Release(version=version, file=plan.wheel.name, sha256=sha256)]
+    else:
+        with report.waiting(f"{pack.name}: asking the package index for the releases of {pack.package}", out):
+            chosen, warnings = choose(pack, options.releases, plan.cache)
+    for warning in warnings:
+        out.print(Text(warning, "yellow"))
+    out.print(f"{pack.name} · {pack.title}", markup=False, style="bold")
+    out.print(f"{len(chosen)} release(s) of {pack.package}, both sides, lane {lane}, {min(jobs, len(chosen))} at a time", markup=False)
+    with report.Follow(2 * len(chosen), out) as follow:
+        rows = runner.run_all(plan, chosen, jobs=jobs, done=follow)
+    if options.proofs or len(rows) <= report.PROOFS:
+        for line in report.proofs(rows):
+            out.print(line)
+    out.print(report.table(rows, f"{pack.name} · {pack.package}" + (f" · {variant}" if variant else "")))
+    surprising = list(report.surprises(rows))
+    for line in surprising:
+        out.print(line)
+    if not surprising:
+        out.print(Text("✓ Every verdict is what the pack expects.", "green"))
+    return SURPRISE if surprising else OK
+
+
+def _rerun(options: argparse.Namespace) -> list[str]:
+    """The words of a ``run`` call without its wheels, for one call a wheel."""
+    words = ["run", options.pack]
+    for name in ("patch", "without", "lane", "variant", "jobs", "results", "machine"):
+        if getattr(options, name) is not None:
+            words += [f"--{name}", str(getattr(options, name))]
+    return words + [f"--{name}" for name in ("here", "proofs") if getattr(options, name)]
+
+
+def _arguments(pack: Pack, variant: str | None, extra: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """The script's arguments and a name for them: they are part of what a receipt is about."""
+    if variant is not None and extra:
+        raise UserError(f"--variant {variant} already names the script's arguments: give either it or {' '.join(extra)}.")
+    if variant is not None:
+        if variant not in pack.variants:
+            known = ", ".join(pack.variants) or "none"
+            raise UserError(f"{pack.name} has no variant {variant!r}; it has: {known}.")
+        return variant, pack.variants[variant]
+    takes = set(re.findall(r"add_argument\(\s*['\"](--[a-z-]+)", pack.script.read_text(encoding="utf-8")))
+    for word in extra:
+        if word.startswith("--") and word.partition("=")[0] not in takes:
+            raise UserError(f"{word} is no option of this command ('--help' lists them), nor of {pack.name}'s script ({', '.join(sorted(takes)) or 'none'}).")
+    if extra and not extra[0].startswith("--"):
+        raise UserError(f"{extra[0]!r} is not understood here: '--help' lists the options.")
+    return re.sub(r"[^a-z0-9]+", "-", " ".join(extra).lower()).strip("-"), tuple(extra)
+
+
+def _list(options: argparse.Namespace, extra: list[str]) -> int:
+    from rich.table import Table
+
+    from common import report
+
+    table = Table(header_style="bold", pad_edge=False)
+    for column in ("pack", "upstream", "kind", "pinned", "what"):
+        table.add_column(column, overflow="fold")
+    for pack in all_packs():
+        table.add_row(pack.name, pack.package, pack.kind, ", ".join(pack.pinned), pack.title)
+    report.console().print(table)
+    return OK
+
+
+def _attach(options: argparse.Namespace, extra: list[str]) -> int:
+    from common import attach, report, runner
+
+    out = report.console()
+    results = options.results or runner.RESULTS
+    files = attach.write(find(options.pack), results, machine=options.machine, template=options.template)
+    out.print("Read it, run the pack once more if in doubt, and sign it with your own name. To attach:")
+    for path in files:
+        out.print(f"  {report.where(path)}", markup=False, soft_wrap=True)
+    return OK
+
+
+def _new_pack(options: argparse.Namespace, extra: list[str]) -> int:
+    from common import report, scaffold
+
+    for path in scaffold.new_pack(options.number, options.slug, options.package):
+        report.console().print(report.where(path), markup=False)
+    return OK
+
+
+def _tables(options: argparse.Namespace, extra: list[str]) -> int:
+    from common import tables
+
+    stale = tables.update(check=options.check)
+    for path in stale:
+        print(f"{path}: {'not up to date: run python -m common tables' if options.check else 'rewritten'}")
+    return SURPRISE if stale and options.check else OK
+
+
+def _bench(options: argparse.Namespace, extra: list[str]) -> int:
+    from common import bench
+
+    bench.main(quick=options.quick)
+    return OK

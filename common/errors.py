@@ -1,0 +1,30 @@
+"""Errors that are told to a person in one sentence, without a traceback."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class UserError(Exception):
+    """Something the person at the keyboard can mend; the message says what was wrong and what to do next."""
+
+
+class AnchorError(Exception):
+    """A transform did not find the place it changes, or found it more than once, in a release's source."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn a full disk or a read-only folder, met while writing ``path``, into a `UserError`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(f"No space left on the disk of {path}: free some and run again; nothing half-written was kept.") from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise UserError(f"{path} cannot be written ({os.strerror(error.errno)}): name another folder with --results.") from error
+        raise

@@ -1,0 +1,263 @@
+"""From a stored log to a verdict: a pure function, so that every verdict can be recomputed without running anything.
+
+A log is the runner's opening line (JSON: what was asked for), what the script printed, and the runner's closing line (JSON:
+how it ended). A verdict needs three proofs, and a log that disagrees with itself is an ERROR, never a pass:
+
+1. the trigger ran: comparisons were made, on code of the version asked for, imported from where it should come from;
+2. a control passed in the same run;
+3. exit code, JSON line and sentinel agree.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+#: The factor between bug error, limit and control error under which a numeric verdict is refused.
+MARGIN = 10.0
+EXIT = {"REPRODUCED": 10, "ABSENT": 0, "CHANGED": 125, "UNTESTABLE": 125}
+#: What a script may claim beyond its verdict.
+CLAIMS = ("BITWISE_IDENTICAL", "MEMORY_SAVE_VERIFIED", "LEGALITY_PROVED")
+#: Weakest first; "device" is followed by ":sm_90" and the like.
+EVIDENCE = ("none", "source", "interpreter", "codegen", "emulated", "device")
+
+_SENTINEL = re.compile(r"^(BUG_REPRODUCED|BUG_ABSENT|FIX_VALIDATED|(?:CHANGED|UNTESTABLE)(?:: .+)?)$")
+#: The runner's own word for why the script was not run, or was ended.
+_STOPS = {"timeout": "timeout", "memory": "oom", "install": "install", "anchor": "anchor", "source": "source"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What one run showed.
+
+    ``bug_error`` is the largest trigger error, ``limit`` and ``control_error`` those beside it: relative to the reference,
+    None where the pack does not measure an error. ``proofs`` says for each of the three proofs what it rests on.
+    """
+
+    outcome: str
+    reason: str = ""
+    evidence: str = "none"
+    bug_error: float | None = None
+    limit: float | None = None
+    control_error: float | None = None
+    proofs: Mapping[str, str] = field(default_factory=dict)
+    claims: tuple[str, ...] = ()
+    passed: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.outcome}: {self.reason}" if self.reason else self.outcome
+
+    def meets(self, expected: str) -> bool:
+        """Whether this is what is expected: "UNTESTABLE: import" asks for that reason, "CHANGED" for any."""
+        outcome, _, reason = expected.partition(": ")
+        return self.outcome == outcome and (not reason or self.reason == reason or self.reason.startswith(f"{reason} "))
+
+
+class Disagreement(Exception):
+    """The log contradicts itself or lacks a proof."""
+
+
+def grade(log: str) -> Verdict:
+    """The verdict of a whole log. Never raises: what cannot be read is an ERROR with the reason."""
+    try:
+        opening, body, closing = split(log)
+        return _grade(opening, body, closing)
+    except Disagreement as error:
+        return Verdict(outcome="ERROR", reason=str(error))
+
+
+def split(log: str) -> tuple[dict[str, Any], list[str], dict[str, Any]]:
+    """The runner's opening line, the script's lines, the runner's closing line."""
+    lines = log.splitlines()
+    opening, closing = (_object(lines[i]).get("runner") if len(lines) > 1 else None for i in (0, -1))
+    if not isinstance(opening, dict) or not isinstance(closing, dict) or "exit" not in closing or "version" not in opening:
+        raise Disagreement("the log lacks the runner's opening or closing line")
+    return opening, lines[1:-1], closing
+
+
+def _grade(opening: dict[str, Any], body: list[str], closing: dict[str, Any]) -> Verdict:
+    stopped, exit_code = closing.get("stopped"), closing.get("exit")
+    if stopped == "nothing-to-patch":
+        return Verdict(outcome="NOTHING_TO_PATCH", reason=str(closing.get("message", "")))
+    if stopped == "skipped":
+        return Verdict(outcome=str(closing.get("verdict")), reason=str(closing.get("message", "")))
+    if stopped in _STOPS:
+        return Verdict(outcome="UNTESTABLE", reason=_STOPS[stopped])
+    if stopped is not None:
+        raise Disagreement(f"the run was stopped for an unknown reason ({stopped})")
+    sentinels = [line for line in body if _SENTINEL.match(line)]
+    if closing.get("signal"):
+        if sentinels:
+            raise Disagreement(f"the script printed {sentinels[-1]!r} and then died of {closing['signal']}")
+        # The runner's own limits are told apart above, so this SIGKILL came from the system, short of memory.
+        if closing["signal"] == "SIGKILL":
+            return Verdict(outcome="UNTESTABLE", reason="oom")
+        return Verdict(outcome="CHANGED", reason=str(closing["signal"]))
+    if not sentinels:
+        return _without_sentinel(body, exit_code)
+    if len(sentinels) > 1:
+        raise Disagreement(f"the log holds {len(sentinels)} sentinels: {', '.join(sentinels)}")
+    return _proved(opening, body, exit_code, sentinels[0])
+
+
+def _without_sentinel(body: Sequence[str], exit_code: object) -> Verdict:
+    last = next((line.strip() for line in reversed(body) if line.strip()), "")
+    if exit_code == 1 and re.match(r"(?:ModuleNotFoundError|ImportError)\b", last):
+        return Verdict(outcome="UNTESTABLE", reason="import")
+    if exit_code == 1 and re.match(r"(?:MemoryError|torch\.(?:cuda\.)?OutOfMemoryError)\b", last):
+        return Verdict(outcome="UNTESTABLE", reason="oom")
+    raise Disagreement(f"the script exited with {exit_code} and printed no sentinel; its last line: {last[:200] or '(none)'}")
+
+
+def _proved(opening: dict[str, Any], body: list[str], exit_code: object, sentinel: str) -> Verdict:
+    word, _, reason = sentinel.partition(": ")
+    outcome = {"BUG_REPRODUCED": "REPRODUCED", "BUG_ABSENT": "ABSENT", "FIX_VALIDATED": "ABSENT"}.get(word, word)
+    if exit_code != EXIT[outcome]:
+        raise Disagreement(f"the script printed {sentinel!r}, which means exit {EXIT[outcome]}, and exited with {exit_code}")
+    if (word == "FIX_VALIDATED") != (outcome == "ABSENT" and opening.get("side") == "patched"):
+        raise Disagreement(f"{sentinel!r} is not for the {opening.get('side')} side")
+    if outcome == "UNTESTABLE":
+        if not reason:
+            raise Disagreement("UNTESTABLE came without a reason")
+        return Verdict(outcome=outcome, reason=reason)
+    facts = _facts(body, sentinel)
+    if facts.get("verdict") != outcome:
+        raise Disagreement(f"the sentinel says {sentinel!r} and the JSON line says {facts.get('verdict')!r}")
+    evidence = str(facts.get("evidence"))
+    if evidence.partition(":")[0] not in EVIDENCE[1:]:
+        raise Disagreement(f"the JSON line has an unknown evidence level {evidence!r}")
+    if evidence.startswith("device") and opening.get("lane") not in (None, "device"):
+        raise Disagreement(f"evidence {evidence!r} cannot come from the lane {opening.get('lane')!r}")
+    origin = _origin(opening, facts)
+    if outcome == "CHANGED":
+        return Verdict(outcome=outcome, reason=reason, evidence=evidence, proofs={"trigger": origin}, metrics=_metrics(facts))
+    return _weighed(outcome, evidence, origin, facts, sentinel)
+
+
+def _facts(body: Sequence[str], sentinel: str) -> dict[str, Any]:
+    found = [facts for line in body if (facts := _object(line)).get("reproducer") == 1]
+    if len(found) != 1:
+        raise Disagreement(f"the log holds {len(found)} JSON lines beside the sentinel {sentinel!r}, not one")
+    return found[0]
+
+
+def _origin(opening: dict[str, Any], facts: dict[str, Any]) -> str:
+    """Proof 1, first half: the code that ran is the release's (or the overlay's), in the version asked for."""
+    file, version = str(facts.get("file", "")), facts.get("version")
+    if version != opening["version"]:
+        raise Disagreement(f"release {opening['version']} was asked for, and {version} ran")
+    root = "<overlay>/" if opening.get("side") == "patched" else "<release>/"
+    if not file.startswith(root):
+        raise Disagreement(f"the code that ran was imported from {file!r}, not from {root}")
+    return f"{opening.get('dist')} {version} from {file}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    name: str
+    role: str
+    error: float | None
+    limit: float | None
+    holds: bool
+
+    @property
+    def numeric(self) -> bool:
+        return self.limit is not None
+
+
+def _comparisons(facts: dict[str, Any]) -> list[_Comparison]:
+    """Each has a name, a role, and either error and limit or ``holds``; an error of null is a result that is not finite."""
+    found = []
+    for raw in facts.get("comparisons") or ():
+        try:
+            if "limit" in raw:
+                limit = float(raw["limit"])
+                error = float("inf") if raw["error"] is None else float(raw["error"])
+                if not (limit > 0 and error >= 0):
+                    raise ValueError
+                found.append(_Comparison(str(raw["name"]), str(raw["role"]), error, limit, error <= limit))
+            elif raw["holds"] in (True, False):
+                found.append(_Comparison(str(raw["name"]), str(raw["role"]), None, None, bool(raw["holds"])))
+            else:
+                raise ValueError
+        except (KeyError, TypeError, ValueError) as error:
+            raise Disagreement(f"the JSON line has a comparison that cannot be read: {json.dumps(raw)[:120]}") from error
+    return found
+
+
+def _weighed(outcome: str, evidence: str, origin: str, facts: dict[str, Any], sentinel: str) -> Verdict:
+    """The three proofs of a REPRODUCED or ABSENT, recomputed from the comparisons."""
+    comparisons = _comparisons(facts)
+    by_role = {role: [c for c in comparisons if c.role == role] for role in ("trigger", "control", "signature")}
+    triggers, controls = by_role["trigger"], by_role["control"]
+    if not triggers:
+        raise Disagreement(f"{sentinel} without a comparison that triggers the bug: nothing ran")
+    if not controls:
+        raise Disagreement(f"{sentinel} without a control")
+    if failed := [c.name for c in controls if not c.holds]:
+        raise Disagreement(f"{sentinel}, but the control failed: {', '.join(failed)}")
+    numeric = [c for c in triggers if c.numeric]
+    bug = max((c.error or 0.0 for c in numeric), default=None)
+    worst = max(numeric, key=lambda c: c.error or 0.0, default=None)
+    limit = worst.limit if worst else None
+    control = max((c.error or 0.0 for c in controls if c.numeric), default=None)
+    seen = any(not c.holds for c in numeric) or any(c.holds for c in triggers if not c.numeric)
+    if seen != (outcome == "REPRODUCED"):
+        raise Disagreement(f"the comparisons {'show' if seen else 'do not show'} the bug, and the sentinel is {sentinel}")
+    finite = None if bug is None or bug == float("inf") else bug
+    verdict = Verdict(
+        outcome=outcome,
+        evidence=evidence,
+        bug_error=finite,
+        limit=limit,
+        control_error=control,
+        proofs={
+            "trigger": f"{len(triggers)} trigger comparison(s) ran on {origin}",
+            "control": "passed: " + ", ".join(c.name for c in controls),
+            "agreement": f"exit {EXIT[outcome]}, JSON {outcome} and {sentinel} agree",
+        },
+        claims=tuple(c for c in CLAIMS if c in (facts.get("claims") or ())),
+        passed=tuple(c.name for c in comparisons if c.holds),
+        failed=tuple(c.name for c in comparisons if not c.holds),
+        metrics=_metrics(facts),
+    )
+    if outcome == "REPRODUCED":
+        if unlike := [c.name for c in by_role["signature"] if not c.holds]:
+            raise Disagreement(f"wrong results, but not with the declared signature: {', '.join(unlike)}")
+        if bug is not None and limit is not None and not bug >= MARGIN * limit:
+            return _without_margin(verdict)
+    if limit is not None and control is not None and not limit >= MARGIN * control:
+        return _without_margin(verdict)
+    return verdict
+
+
+def _without_margin(verdict: Verdict) -> Verdict:
+    return Verdict(
+        outcome="UNTESTABLE",
+        reason="margin",
+        evidence=verdict.evidence,
+        bug_error=verdict.bug_error,
+        limit=verdict.limit,
+        control_error=verdict.control_error,
+        metrics=verdict.metrics,
+    )
+
+
+def _metrics(facts: dict[str, Any]) -> dict[str, Any]:
+    metrics = facts.get("metrics")
+    return dict(metrics) if isinstance(metrics, dict) else {}
+
+
+def _object(line: str) -> dict[str, Any]:
+    if not line.startswith("{"):
+        return {}
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,45 @@
+"""Lanes: what lets a release's own code run on a machine without a GPU. One module a lane; see docs/evidence.md.
+
+A lane's docstring states what it replaces and which evidence level that leaves. ``device`` needs no module.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from common.environment import gpu
+from common.errors import UserError
+from common.pack import Pack
+
+FOLDER = Path(__file__).parent
+
+
+def choose(pack: Pack, wanted: str | None = None) -> str:
+    """The strongest of the pack's lanes that this machine allows, or the one that was asked for.
+
+    A pack with the ``device`` lane alone gets it everywhere: without a GPU its script says ``UNTESTABLE: no-device``.
+    """
+    if wanted is not None:
+        if wanted not in pack.lanes:
+            raise UserError(f"{pack.name} has no lane {wanted!r}; it has {', '.join(pack.lanes)}.")
+        if wanted == "device" and not gpu():
+            raise UserError("The lane 'device' needs an NVIDIA GPU, and nvidia-smi shows none on this machine.")
+        return wanted
+    return next((lane for lane in pack.lanes if lane != "device" or gpu()), "device")
+
+
+def command(python: Path, lane: str, script: Path) -> list[str]:
+    """How to start ``script`` in ``lane``."""
+    if lane == "device":
+        return [str(python), str(script)]
+    return [str(python), str(FOLDER / "launch.py"), lane, str(script)]
+
+
+def files(lane: str) -> list[Path]:
+    """The files that make a lane, whose hashes a receipt carries."""
+    return [] if lane == "device" else [FOLDER / "launch.py", FOLDER / f"{lane.replace('-', '_')}.py"]
+
+
+def known() -> list[str]:
+    modules = (path.stem.replace("_", "-") for path in FOLDER.glob("*.py"))
+    return sorted({"device", *modules} - {"--init--", "launch"})

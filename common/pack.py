@@ -1,0 +1,214 @@
+"""A pack: one upstream bug. Found by listing ``packs/``, described by its ``pack.toml``."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from common.errors import UserError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKS = ROOT / "packs"
+
+KINDS = ("wrong-result", "crash", "capture", "compile", "memory", "refactor", "contract", "selftest")
+#: What a release may be expected to show. ERROR is a fault of the harness, so only the self-test may expect it.
+OUTCOMES = ("REPRODUCED", "ABSENT", "CHANGED", "UNTESTABLE", "ERROR")
+SIDES = ("unpatched", "patched")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expectation:
+    """What the releases of one range show, and why."""
+
+    specifier: SpecifierSet
+    verdict: str
+    why: str
+
+    @property
+    def outcome(self) -> str:
+        return self.verdict.partition(":")[0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pack:
+    """One ``packs/packNN_slug`` folder, validated."""
+
+    folder: Path
+    title: str
+    package: str
+    upstream: str
+    kind: str
+    lanes: tuple[str, ...]
+    requires: tuple[str, ...]
+    threads: tuple[str, ...]
+    fixed: Mapping[str, str]
+    pinned: tuple[str, ...]
+    expected: tuple[Expectation, ...]
+    variants: Mapping[str, tuple[str, ...]]
+    wheels: str | None
+    timeout: float
+    memory: float
+
+    @property
+    def name(self) -> str:
+        return self.folder.name.partition("_")[0]
+
+    @property
+    def script(self) -> Path:
+        return self.folder / "repro.py"
+
+    @property
+    def fix(self) -> Path:
+        return self.folder / "fix.py"
+
+    def expectation(self, version: str) -> Expectation | None:
+        """The one range that holds ``version``; None when no range does (a release newer than the pack, say)."""
+        found = [e for e in self.expected if e.specifier.contains(Version(version), prereleases=True)]
+        if len(found) > 1:
+            ranges = ", ".join(f"{e.specifier}" for e in found)
+            raise UserError(f"{self.folder.name}/pack.toml: release {version} is in more than one [expected] range: {ranges}.")
+        return found[0] if found else None
+
+    def hashes(self, side: str, lane_files: Iterable[Path] = ()) -> dict[str, str]:
+        """sha256 of each file that decides what a run of ``side`` shows; a receipt with others is stale."""
+        files = [self.script, *lane_files] + ([self.fix] if side == "patched" else [])
+        hashes = {_label(self.folder, f): hashlib.sha256(f.read_bytes()).hexdigest() for f in files if f.exists()}
+        hashes["requires"] = hashlib.sha256("\n".join(self.requires).encode()).hexdigest()
+        return hashes
+
+
+def _label(folder: Path, file: Path) -> str:
+    return file.name if file.parent == folder else f"lanes/{file.name}"
+
+
+def all_packs(packs: Path = PACKS) -> list[Pack]:
+    return [load(folder) for folder in sorted(packs.glob("pack[0-9][0-9]_*")) if folder.is_dir()]
+
+
+def find(name: str, packs: Path = PACKS) -> Pack:
+    """The pack called ``pack09``, ``09``, ``9`` or by its whole folder name."""
+    folders = sorted(folder for folder in packs.glob("pack[0-9][0-9]_*") if folder.is_dir())
+    short = f"pack{int(name):02d}" if name.isdecimal() else name
+    for folder in folders:
+        if short in (folder.name, folder.name.partition("_")[0]):
+            return load(folder)
+    known = ", ".join(folder.name.partition("_")[0] for folder in folders) or "none"
+    raise UserError(f"There is no pack {name!r}; the packs here are: {known}.")
+
+
+def load(folder: Path) -> Pack:
+    path = folder / "pack.toml"
+    where = f"{folder.name}/pack.toml"
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{where} cannot be read: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{where} is not valid TOML: {error}.") from error
+    return _Reader(where, raw).pack(folder)
+
+
+class _Reader:
+    """Typed access to a TOML table, with errors that name file and key."""
+
+    def __init__(self, where: str, raw: dict[str, Any]) -> None:
+        self.where = where
+        self.raw = raw
+
+    def fail(self, key: str, problem: str) -> UserError:
+        return UserError(f"{self.where}: {key!r} {problem}.")
+
+    def get(self, key: str, kind: type | tuple[type, ...], default: Any = ...) -> Any:
+        value = self.raw.get(key, default)
+        if value is ...:
+            raise self.fail(key, "is missing")
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            name = kind.__name__ if isinstance(kind, type) else "a number"
+            raise self.fail(key, f"must be of type {name}, not {type(value).__name__}")
+        return value
+
+    def strings(self, key: str, default: Any = ...) -> tuple[str, ...]:
+        values = self.get(key, list, default)
+        if not all(isinstance(value, str) for value in values):
+            raise self.fail(key, "must be a list of strings")
+        return tuple(values)
+
+    def positive(self, key: str, default: float) -> float:
+        value = float(self.get(key, (int, float), default))
+        if not value > 0:
+            raise self.fail(key, "must be greater than 0")
+        return value
+
+    def pack(self, folder: Path) -> Pack:
+        known = set(Pack.__dataclass_fields__) - {"folder"}
+        if unknown := sorted(set(self.raw) - known):
+            raise self.fail(unknown[0], f"is not a known key; known are: {', '.join(sorted(known))}")
+        if not re.fullmatch(r"pack\d\d_[a-z0-9_]+", folder.name):
+            raise UserError(f"{folder.name} is not a pack folder's name: it must look like pack09_liger_reduction_none.")
+        kind = self.get("kind", str)
+        if kind not in KINDS:
+            raise self.fail("kind", f"must be one of {', '.join(KINDS)}")
+        for requirement in (requires := self.strings("requires", [])):
+            try:
+                Requirement(requirement)
+            except InvalidRequirement as error:
+                raise self.fail("requires", f"has an invalid requirement {requirement!r}: {error}") from error
+        for version in (pinned := self.strings("pinned")):
+            try:
+                Version(version)
+            except InvalidVersion as error:
+                raise self.fail("pinned", f"has {version!r}, which is not a version (PEP 440)") from error
+        variants = self.get("variants", dict, {})
+        for name, arguments in variants.items():
+            if not re.fullmatch(r"[a-z0-9-]+", name) or not isinstance(arguments, list) or not all(isinstance(a, str) for a in arguments):
+                raise self.fail("variants", f"has {name!r}, which must be a lower-case name with a list of arguments")
+        pack = Pack(
+            folder=folder,
+            title=self.get("title", str),
+            package=self.get("package", str),
+            upstream=self.get("upstream", str),
+            kind=kind,
+            lanes=self.strings("lanes"),
+            requires=requires,
+            threads=self.strings("threads", []),
+            fixed=self.get("fixed", dict, {}),
+            pinned=pinned,
+            expected=tuple(self.expectations(kind)),
+            variants={name: tuple(arguments) for name, arguments in variants.items()},
+            wheels=self.get("wheels", str, None) if "wheels" in self.raw else None,
+            timeout=self.positive("timeout", 180),
+            memory=self.positive("memory", 8),
+        )
+        for version in pinned:
+            if pack.expectation(version) is None:
+                raise self.fail("pinned", f"has {version}, which no [expected] range holds")
+        return pack
+
+    def expectations(self, kind: str) -> Iterable[Expectation]:
+        for specifier, value in self.get("expected", dict).items():
+            key = f"expected.{specifier}"
+            if not isinstance(value, dict) or set(value) != {"verdict", "why"} or not all(isinstance(v, str) and v for v in value.values()):
+                raise self.fail(key, "must be a table { verdict = ..., why = ... }")
+            outcome, _, reason = value["verdict"].partition(": ")
+            if outcome not in OUTCOMES or (outcome == "ERROR" and kind != "selftest"):
+                raise self.fail(key, f"has verdict {value['verdict']!r}; it must start with one of {', '.join(OUTCOMES[:4])}")
+            if outcome == "UNTESTABLE" and not reason:
+                raise self.fail(key, "must say why it is untestable, as in 'UNTESTABLE: import'")
+            try:
+                yield Expectation(specifier=SpecifierSet(specifier), verdict=value["verdict"], why=value["why"])
+            except InvalidSpecifier as error:
+                raise self.fail(key, "is not a version specifier (PEP 440)") from error

@@ -1,0 +1,255 @@
+"""Receipts: what was seen, as an in-toto Statement of the test-result predicate, beside the log it was graded from.
+
+"Recording is not approval": a receipt states what was seen; a pack's ``expected`` states what we hold.
+Specification: https://github.com/in-toto/attestation/blob/main/spec/predicates/test-result.md
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from common import __version__
+from common.environment import Environment, gpu
+from common.errors import UserError
+from common.files import write_atomically
+from common.grade import Verdict
+from common.pack import Pack
+
+SCHEMA = 1
+STATEMENT = "https://in-toto.io/Statement/v1"
+PREDICATE = "https://in-toto.io/attestation/test-result/v0.1"
+#: in-toto's word for each outcome: does the release (or the fix) pass the test that the bug is not there?
+RESULT = {"ABSENT": "PASSED", "NOTHING_TO_PATCH": "PASSED", "REPRODUCED": "FAILED"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """One (pack, release, side), and the variant of the script's arguments."""
+
+    pack: str
+    dist: str
+    version: str
+    side: str
+    variant: str = ""
+
+    @property
+    def stem(self) -> str:
+        variant = f".{self.variant}" if self.variant else ""
+        return f"{self.dist}-{self.version}.{self.side}{variant}"
+
+
+def statement(
+    cell: Cell,
+    verdict: Verdict,
+    *,
+    environment: Environment | None,
+    lane: str,
+    hashes: Mapping[str, str],
+    command: list[str],
+    closing: Mapping[str, Any],
+    started: str,
+    log_name: str,
+    log_sha256: str,
+    patch: Mapping[str, str] | None,
+    settings: Mapping[str, str],
+) -> dict[str, Any]:
+    """The receipt of one run, ready to be written; everything in it is already free of private words."""
+    installed = environment.distributions() if environment else []
+    own = next((d["record_sha256"] for d in installed if d["name"] == cell.dist), "")
+    sha256 = environment.sha256 if environment else ""
+    return {
+        "_type": STATEMENT,
+        "subject": [
+            {
+                "name": (environment.file if environment else "") or f"{cell.dist}-{cell.version}",
+                "uri": f"pkg:pypi/{cell.dist}@{cell.version}",
+                # Without the wheel at hand, what its RECORD says was installed is all there is to name it by.
+                "digest": {"sha256": sha256} if sha256 else {"record_sha256": own or "0" * 64},
+            }
+        ],
+        "predicateType": PREDICATE,
+        "predicate": {
+            "result": RESULT.get(verdict.outcome, "WARNED"),
+            "configuration": [{"name": name, "digest": {"sha256": digest}} for name, digest in sorted(hashes.items())],
+            "passedTests": list(verdict.passed),
+            "failedTests": list(verdict.failed),
+            "reproducer": {
+                "schema": SCHEMA,
+                "runner": __version__,
+                "pack": cell.pack,
+                "dist": cell.dist,
+                "version": cell.version,
+                "side": cell.side,
+                "variant": cell.variant,
+                "lane": lane,
+                "outcome": verdict.outcome,
+                "reason": verdict.reason,
+                "evidence": verdict.evidence,
+                "bug_error": verdict.bug_error,
+                "limit": verdict.limit,
+                "control_error": verdict.control_error,
+                "proofs": dict(verdict.proofs),
+                "claims": list(verdict.claims),
+                "metrics": dict(verdict.metrics),
+                "command": command,
+                "exit": closing.get("exit"),
+                "signal": closing.get("signal"),
+                "stopped": closing.get("stopped"),
+                "started": started,
+                "seconds": closing.get("seconds", 0.0),
+                "peak_rss": closing.get("peak_rss", 0),
+                "log": {"name": log_name, "sha256": log_sha256, "cut": closing.get("cut", 0)},
+                "patch": dict(patch) if patch else None,
+                "environment": {
+                    "python": platform.python_version(),
+                    "platform": f"{platform.system()} {platform.machine()}",
+                    "torch": _version(installed, "torch"),
+                    "triton": _version(installed, "triton"),
+                    "cuda": _cuda(environment),
+                    "gpus": [dict(device) for device in gpu()],
+                    "settings": dict(settings),
+                    "distributions": installed,
+                },
+            },
+        },
+    }
+
+
+def write(results: Path, cell: Cell, log: str, receipt: dict[str, Any], *, machine: str) -> Path:
+    """Write log and receipt; after a kill at any moment the old pair or the new one is there, whole.
+
+    The log goes first, under a name of its own (its hash); the receipt, which names it, replaces the old one in one step;
+    then the logs that no receipt names any more go.
+    """
+    validate(receipt)
+    folder = results / machine / cell.pack
+    described = results / machine / "machine.json"
+    if not described.exists():
+        write_atomically(described, json.dumps(describe_machine(), indent=1) + "\n")
+    log_name = receipt["predicate"]["reproducer"]["log"]["name"]
+    path = folder / f"{cell.stem}.json"
+    write_atomically(folder / log_name, log)
+    write_atomically(path, json.dumps(receipt, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+    pattern = re.compile(rf"{re.escape(cell.stem)}\.[0-9a-f]{{12}}\.log")
+    for old in folder.glob(f"{cell.stem}.*.log"):
+        if pattern.fullmatch(old.name) and old.name != log_name:
+            with suppress(OSError):
+                old.unlink()
+    return path
+
+
+def log_name(cell: Cell, log: str) -> tuple[str, str]:
+    """File name and sha256 of a log."""
+    sha256 = hashlib.sha256(log.encode()).hexdigest()
+    return f"{cell.stem}.{sha256[:12]}.log", sha256
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A receipt, checked against the schema; `UserError` in one sentence when it is not a whole one of ours."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"The receipt {path} cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"The receipt {path} is not whole JSON ({error}): delete it and run its cell again.") from error
+    schema = _dig(raw, "predicate", "reproducer", "schema")
+    if isinstance(schema, int) and schema > SCHEMA:
+        raise UserError(f"The receipt {path} has schema {schema}; this runner knows {SCHEMA}: update the checkout.")
+    try:
+        validate(raw)
+    except UserError as error:
+        raise UserError(f"The receipt {path} is not valid: {error}") from error
+    found: dict[str, Any] = raw
+    return found
+
+
+def read_log(path: Path, receipt: Mapping[str, Any]) -> str:
+    """The log that a receipt at ``path`` names, checked against its hash."""
+    named = receipt["predicate"]["reproducer"]["log"]
+    file = path.parent / named["name"]
+    try:
+        text = file.read_bytes()
+    except OSError as error:
+        raise UserError(f"The log {file} of receipt {path.name} cannot be read: {error.strerror}.") from error
+    if hashlib.sha256(text).hexdigest() != named["sha256"]:
+        raise UserError(f"The log {file} is not the one that receipt {path.name} was graded from (its sha256 differs).")
+    return text.decode("utf-8")
+
+
+def stored(results: Path, pack: Pack) -> Iterator[Path]:
+    """The receipts of a pack on every machine, in a stable order."""
+    yield from sorted(results.glob(f"*/{pack.name}/*.json"))
+
+
+def is_stale(receipt: Mapping[str, Any], pack: Pack, lane_files: list[Path]) -> bool:
+    """Whether the files that decided the run have changed since."""
+    seen = {entry["name"]: entry["digest"]["sha256"] for entry in receipt["predicate"]["configuration"]}
+    return seen != pack.hashes(receipt["predicate"]["reproducer"]["side"], lane_files)
+
+
+def validate(receipt: Any) -> None:
+    """Check against ``schemas/receipt.json``; `UserError` names the place and what is wrong there."""
+    import jsonschema
+
+    error = jsonschema.exceptions.best_match(_validator().iter_errors(receipt))
+    if error is not None:
+        where = ".".join(str(part) for part in error.absolute_path) or "the whole"
+        raise UserError(f"{where}: {error.message[:200]}.")
+
+
+@cache
+def _validator() -> Any:
+    import jsonschema
+
+    schema = json.loads((Path(__file__).parent / "schemas" / "receipt.json").read_text(encoding="utf-8"))
+    return jsonschema.Draft202012Validator(schema)
+
+
+def machine_name() -> str:
+    """A name for this machine that says what it is and not which: ``linux-x86_64-cpu``, ``linux-x86_64-nvidia-h200``."""
+    names = sorted({device["name"] for device in gpu()})
+    kind = re.sub(r"[^a-z0-9]+", "-", "-".join(names).lower()).strip("-") or "cpu"
+    count = f"-x{len(gpu())}" if len(gpu()) > 1 else ""
+    return f"{platform.system().lower()}-{platform.machine().lower()}-{kind}{count}"
+
+
+def describe_machine() -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "system": platform.system(),
+        "architecture": platform.machine(),
+        "cpus": psutil.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30),
+        "gpus": [dict(device) for device in gpu()],
+    }
+
+
+def _version(installed: list[dict[str, str]], name: str) -> str | None:
+    return next((d["version"] for d in installed if d["name"] == name), None)
+
+
+def _cuda(environment: Environment | None) -> str | None:
+    """The CUDA version torch was built for, read and not imported: importing torch takes seconds."""
+    for folder in environment.path if environment else ():
+        with suppress(OSError):
+            text = (folder / "torch" / "version.py").read_text(encoding="utf-8")
+            found = re.search(r"^cuda(?:: [^=]+)? = '([^']+)'", text, re.MULTILINE)
+            return found[1] if found else None
+    return None
+
+
+def _dig(value: Any, *keys: str) -> Any:
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value

@@ -1,0 +1,148 @@
+"""Which releases an upstream package has, and the sha256 of each one's wheel (or sdist).
+
+Asked of the package index that pip and uv are configured with; the answer is kept, so that without a network the last one
+stands in, and says so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from common.errors import UserError
+from common.files import write_atomically
+from common.pack import Pack
+
+#: An answer younger than this is not asked for again, in seconds.
+FRESH = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Release:
+    """One release on the index: its best file (a wheel before an sdist)."""
+
+    version: str
+    file: str
+    sha256: str
+    yanked: bool = False
+    uploaded: str | None = None
+
+
+def releases(package: str, cache: Path, *, now: float | None = None) -> tuple[list[Release], str | None]:
+    """All releases of ``package``, oldest first, and a sentence of warning where the answer is an old one.
+
+    `UserError` when the index does not answer and has never been asked before.
+    """
+    path = cache / "index" / f"{package}.json"
+    now = time.time() if now is None else now
+    known = _read(path)
+    # A file from the future (a clock that was set back) is not fresh either.
+    if known is not None and 0 <= now - path.stat().st_mtime < FRESH:
+        return known, None
+    try:
+        found = _ask(package)
+    except UserError as error:
+        if known is None:
+            raise
+        day = time.strftime("%Y-%m-%d", time.localtime(path.stat().st_mtime))
+        return known, f"{error} Going by the list of {day}."
+    write_atomically(path, json.dumps([asdict(release) for release in found], indent=1))
+    return found, None
+
+
+def choose(pack: Pack, wanted: str | None, cache: Path) -> tuple[list[Release], list[str]]:
+    """The releases that ``wanted`` names ("pinned", "all", or versions and specifiers joined by commas), and warnings.
+
+    Without a network, and with nothing cached, the pinned releases are still known by name; their hash is not.
+    """
+    try:
+        known, warning = releases(pack.package, cache)
+    except UserError as error:
+        if wanted not in (None, "pinned"):
+            raise
+        names = ", ".join(pack.pinned)
+        return [Release(version=v, file="", sha256="") for v in pack.pinned], [f"{error} Going by the pinned releases ({names})."]
+    warnings = [warning] if warning else []
+    if wanted == "all":
+        return known, warnings
+    by_version = {Version(release.version): release for release in known}
+    chosen: list[Release] = []
+    for part in pack.pinned if wanted in (None, "pinned") else _parts(str(wanted)):
+        if part[0] in "<>=!~":
+            chosen += [r for r in _matching(part, known) if r not in chosen]
+            continue
+        try:
+            release = by_version.get(Version(part))
+        except InvalidVersion as error:
+            raise UserError(f"{part!r} is neither a version nor a specifier: write 0.6.5, '>=0.6,<0.8', pinned or all.") from error
+        if release is None:
+            near = ", ".join(r.version for r in known[-5:])
+            raise UserError(f"{pack.package} has no release {part} on the index; the newest are {near}.")
+        if release not in chosen:
+            chosen.append(release)
+    return chosen, warnings
+
+
+def _parts(wanted: str) -> Iterable[str]:
+    """Split at commas, keeping a specifier set such as ``>=0.6,<0.8`` together."""
+    plain = [part.strip() for part in wanted.split(",") if part.strip()]
+    if not plain:
+        raise UserError("No release was named: write 0.6.5, '>=0.6,<0.8', pinned or all.")
+    specifiers = [part for part in plain if part[0] in "<>=!~"]
+    return [part for part in plain if part not in specifiers] + ([",".join(specifiers)] if specifiers else [])
+
+
+def _matching(specifiers: str, known: list[Release]) -> list[Release]:
+    try:
+        matches = SpecifierSet(specifiers)
+    except InvalidSpecifier as error:
+        raise UserError(f"{specifiers!r} is not a version specifier (PEP 440).") from error
+    found = [release for release in known if matches.contains(Version(release.version), prereleases=True)]
+    if not found:
+        raise UserError(f"No release matches {specifiers!r}; there are {known[0].version} to {known[-1].version}.")
+    return found
+
+
+def _read(path: Path) -> list[Release] | None:
+    try:
+        return [Release(**release) for release in json.loads(path.read_text(encoding="utf-8"))] or None
+    except (OSError, ValueError, TypeError):
+        return None  # Nothing there, or not whole: the index is asked again.
+
+
+def _ask(package: str) -> list[Release]:
+    import requests
+    from pypi_simple import NoSuchProjectError, PyPISimple
+
+    index = next((os.environ[n] for n in ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL") if os.environ.get(n)), None)
+    try:
+        with PyPISimple(**({"endpoint": index} if index else {})) as client:
+            page = client.get_project_page(package, timeout=(10, 60))
+    except NoSuchProjectError as error:
+        raise UserError(f"The package index has no project {package!r}.") from error
+    except (requests.RequestException, ValueError) as error:
+        raise UserError(f"The package index did not answer for {package} ({type(error).__name__}): is there a network?") from error
+    found: dict[Version, Release] = {}
+    # A wheel wins over an sdist; the first of each is as good as any other, for these are all pure Python or one platform's.
+    for file in sorted(page.packages, key=lambda f: f.package_type != "wheel"):
+        sha256 = file.digests.get("sha256")
+        try:
+            version = Version(file.version or "")
+        except InvalidVersion:
+            continue
+        if file.package_type not in ("wheel", "sdist") or not sha256 or version in found:
+            continue
+        uploaded = file.upload_time.isoformat() if file.upload_time else None
+        found[version] = Release(
+            version=str(version), file=file.filename, sha256=sha256, yanked=bool(file.is_yanked), uploaded=uploaded
+        )
+    if not found:
+        raise UserError(f"The package index answered for {package}, but named no release.")
+    return [found[version] for version in sorted(found)]

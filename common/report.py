@@ -1,0 +1,139 @@
+"""What a person sees while cells run and when they have run."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from common.grade import Verdict
+from common.runner import Row
+
+#: The colour of an outcome; red is for what is not as expected, never for a bug that was to be seen.
+STYLE = {"REPRODUCED": "magenta", "ABSENT": "green", "NOTHING_TO_PATCH": "dim", "CHANGED": "yellow", "UNTESTABLE": "yellow"}
+#: More rows than this get the table alone; their proofs are in the receipts.
+PROOFS = 8
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console whose lines are not folded at 80 columns where there is no terminal to fold them for."""
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, width=None if stream.isatty() else 180, highlight=False)
+
+
+def shown(verdict: Verdict, side: str) -> str:
+    """The verdict in the words of a script's last line."""
+    words = {"REPRODUCED": "BUG_REPRODUCED", "ABSENT": "FIX_VALIDATED" if side == "patched" else "BUG_ABSENT"}
+    word = words.get(verdict.outcome, verdict.outcome.replace("_", " ").lower() if verdict.outcome == "NOTHING_TO_PATCH" else verdict.outcome)
+    return f"{word}: {verdict.reason}" if verdict.reason and verdict.outcome not in ("NOTHING_TO_PATCH",) else word
+
+
+def number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1e}"
+
+
+def where(path: Path | None) -> str:
+    if path is None:
+        return "–"
+    try:
+        return str(path.resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def table(rows: Sequence[Row], title: str) -> Table:
+    found = Table(title=title, title_justify="left", header_style="bold", pad_edge=False)
+    for column in ("release", "side", "verdict", "evidence", "bug error / limit / control error", "s", "receipt"):
+        found.add_column(column, justify="right" if column == "s" else "left", overflow="fold")
+    for row in rows:
+        verdict = row.verdict
+        mark = Text("✓ ", "green") if row.as_expected else Text("✗ ", "bold red")
+        errors = (verdict.bug_error, verdict.limit, verdict.control_error)
+        found.add_row(
+            row.cell.version,
+            row.cell.side,
+            mark + Text(shown(verdict, row.cell.side), "bold red" if not row.as_expected else STYLE.get(verdict.outcome, "red")),
+            verdict.evidence if verdict.evidence != "none" else "–",
+            " / ".join(map(number, errors)) if any(e is not None for e in errors) else "–",
+            f"{row.seconds:.1f}",
+            where(row.receipt),
+        )
+    return found
+
+
+def proofs(rows: Sequence[Row]) -> Iterator[Text]:
+    """The three proofs of each verdict that has them; for a run that was not needed, why."""
+    for row in rows:
+        head = f"{row.cell.version} {row.cell.side}: {shown(row.verdict, row.cell.side)}"
+        if row.verdict.proofs:
+            evidence = row.verdict.evidence
+            yield Text(f"{head} (evidence: {evidence})", "bold")
+            for i, (name, what) in enumerate(row.verdict.proofs.items(), 1):
+                yield Text(f"  {i}. {name:<10} {what}")
+        elif row.verdict.outcome == "NOTHING_TO_PATCH":
+            yield Text(head, "bold")
+            yield Text(f"  {row.verdict.reason}, so there is nothing to patch in this release")
+
+
+def surprises(rows: Sequence[Row]) -> Iterator[Text]:
+    """One line for each verdict that is not what was expected, with the reason that the pack gives."""
+    for row in rows:
+        if not row.as_expected:
+            text = f"{row.cell.dist} {row.cell.version} {row.cell.side}: expected {row.expected} ({row.why}), saw {row.verdict}"
+            if row.verdict.outcome == "ABSENT" and row.expected == "REPRODUCED":
+                text += ". If upstream fixed it, update [expected] and retire the workaround"
+            yield Text(f"✗ {text}.", "red")
+
+
+class Follow:
+    """Progress: a bar with the time left on a terminal, a line a run elsewhere."""
+
+    def __init__(self, total: int, to: Console) -> None:
+        self.total, self.to, self.count = total, to, 0
+        self._lock = threading.Lock()
+        self.bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=to,
+            transient=True,
+            disable=not to.is_terminal,
+        )
+        self.task = self.bar.add_task("running", total=total)
+
+    def __enter__(self) -> Follow:
+        self.bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.bar.stop()
+
+    def __call__(self, row: Row) -> None:
+        with self._lock:
+            self.count += 1
+            label = f"{row.cell.pack} {row.cell.version} {row.cell.side}"
+            self.bar.update(self.task, advance=1, description=label)
+            if not self.to.is_terminal:
+                self.to.print(f"[{self.count}/{self.total}] {label}: {shown(row.verdict, row.cell.side)} ({row.seconds:.1f} s)", markup=False)
+
+
+@contextmanager
+def waiting(what: str, to: Console) -> Iterator[None]:
+    """A spinner on a terminal, one line elsewhere, for a wait of unknown length."""
+    if to.is_terminal:
+        with to.status(what):
+            yield
+    else:
+        to.print(f"{what} …", markup=False)
+        yield

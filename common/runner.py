@@ -1,0 +1,313 @@
+"""Run cells: environment, overlay, subprocess, log, verdict, receipt. Knows nothing of any pack's subject."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common import environment as environments
+from common import lanes, overlay, receipt
+from common.environment import Environment, InstallError
+from common.errors import AnchorError, UserError, writing
+from common.files import write_atomically
+from common.grade import Verdict, grade
+from common.pack import ROOT, Pack
+from common.process import Ended, run
+from common.receipt import Cell
+from common.releases import Release
+from common.scrub import Scrubber, allowed_env, run_env
+
+CACHE = Path(os.environ.get("REPRODUCER_CACHE") or ROOT / ".cache")
+RESULTS = ROOT / "results"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What holds for every cell of one call of the runner."""
+
+    pack: Pack
+    lane: str
+    arguments: tuple[str, ...] = ()
+    variant: str = ""
+    patch: Path | None = None
+    drop: str | None = None
+    here: bool = False
+    wheel: Path | None = None
+    release_path: Path | None = None
+    results: Path = RESULTS
+    machine: str = field(default_factory=receipt.machine_name)
+    cache: Path = CACHE
+    threads: int = 0
+    stop: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One line of the closing table."""
+
+    cell: Cell
+    verdict: Verdict
+    expected: str
+    why: str
+    seconds: float
+    receipt: Path | None
+    log: str = ""
+
+    @property
+    def as_expected(self) -> bool:
+        return self.verdict.meets(self.expected)
+
+
+def run_all(
+    plan: Plan, chosen: Sequence[Release], *, jobs: int, done: Callable[[Row], None] = lambda row: None
+) -> list[Row]:
+    """Both sides of each release, ``jobs`` releases at a time; ``done`` is told of each row as it is there.
+
+    On Ctrl-C whatever runs is killed, and what is finished has its receipt.
+    """
+    rows: dict[int, list[Row]] = {}
+    with ThreadPoolExecutor(max_workers=jobs) as pool:
+        futures = {pool.submit(_both_sides, plan, release, done): i for i, release in enumerate(chosen)}
+        try:
+            for future in as_completed(futures):
+                rows[futures[future]] = future.result()
+        except BaseException:
+            plan.stop.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+    return [row for i in sorted(rows) for row in rows[i]]
+
+
+def _both_sides(plan: Plan, release: Release, done: Callable[[Row], None]) -> list[Row]:
+    unpatched = _side(plan, release, "unpatched", None)
+    done(unpatched)
+    patched = _side(plan, release, "patched", unpatched.verdict)
+    done(patched)
+    return [unpatched, patched]
+
+
+def expected(plan: Plan, version: str, side: str) -> tuple[str, str]:
+    """What a side is held to show, and why. The patched side follows from the unpatched one."""
+    expectation = plan.pack.expectation(version)
+    if expectation is None:
+        return "an [expected] range", f"no range in pack.toml holds {version}"
+    if side == "unpatched":
+        return expectation.verdict, expectation.why
+    if plan.patch is not None:
+        return "ABSENT", "a patch under review has to cure the bug and to break nothing"
+    if expectation.outcome == "REPRODUCED":
+        return "ABSENT", "the fix cures it"
+    if expectation.outcome in ("ABSENT", "CHANGED"):
+        return "NOTHING_TO_PATCH", expectation.why
+    return expectation.verdict, expectation.why
+
+
+def _side(plan: Plan, release: Release, side: str, before: Verdict | None) -> Row:
+    cell = Cell(pack=plan.pack.name, dist=plan.pack.package, version=release.version, side=side, variant=plan.variant)
+    started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    plan.cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{cell.pack}-", dir=plan.cache, ignore_cleanup_errors=True) as scratch:
+        place = Path(scratch).resolve()
+        for folder in ("overlay", "home", "tmp"):
+            (place / folder).mkdir()
+        attempt = _Attempt(plan, release, cell, place)
+        ended, output = attempt.closing(before)
+    verdict_log = attempt.log(output, ended)
+    verdict = grade(verdict_log)
+    name, sha256 = receipt.log_name(cell, verdict_log)
+    document = receipt.statement(
+        cell,
+        verdict,
+        environment=attempt.environment,
+        lane=plan.lane,
+        hashes=plan.pack.hashes(side, lanes.files(plan.lane)),
+        command=attempt.command,
+        closing=ended,
+        started=started,
+        log_name=name,
+        log_sha256=sha256,
+        patch=attempt.patch,
+        settings={n: attempt.scrub(v) for n, v in allowed_env(os.environ).items()},
+    )
+    path = receipt.write(plan.results, cell, verdict_log, document, machine=plan.machine)
+    wanted, why = expected(plan, release.version, side)
+    return Row(
+        cell=cell,
+        verdict=verdict,
+        expected=wanted,
+        why=why,
+        seconds=float(ended.get("seconds", 0.0)),
+        receipt=path,
+        log=verdict_log,
+    )
+
+
+class _Attempt:
+    """One try at one cell: everything up to the closing line of its log."""
+
+    def __init__(self, plan: Plan, release: Release, cell: Cell, place: Path) -> None:
+        self.plan = plan
+        self.release = release
+        self.cell = cell
+        self.place = place
+        self.environment: Environment | None = None
+        self.command: list[str] = []
+        self.patch: dict[str, str] | None = None
+        self.scrub = self._scrubber()
+
+    def closing(self, before: Verdict | None) -> tuple[dict[str, Any], str]:
+        """How the run ended, as the log's closing line has it, and what the script printed."""
+        skip = None if before is None or self.plan.patch else _skip(before)
+        if skip is not None:
+            return {"exit": None, **skip}, ""
+        try:
+            self.environment = self._environment()
+            self.scrub = self._scrubber()
+            if self.cell.side == "patched":
+                self._overlay()
+        except InstallError as error:
+            return {"exit": None, "stopped": "install", "message": self.scrub(str(error))}, ""
+        except AnchorError as error:
+            return {"exit": None, "stopped": "anchor", "message": self.scrub(str(error))}, ""
+        ended = self._run()
+        output = self.scrub(ended.output)
+        if ended.exit == 2 and (complaint := re.search(r"^repro\.py: error: (.+)$", output, re.MULTILINE)):
+            raise UserError(f"{self.plan.pack.folder.name}/repro.py does not take these arguments: {complaint[1]}.")
+        return {
+            "exit": ended.exit,
+            "signal": ended.signal,
+            "stopped": ended.stopped,
+            "seconds": ended.seconds,
+            "peak_rss": ended.peak_rss,
+            "cut": ended.cut,
+            "stragglers": ended.stragglers,
+        }, output
+
+    def log(self, output: str, closing: Mapping[str, Any]) -> str:
+        plan = self.plan
+        opening = {
+            "pack": self.cell.pack,
+            "dist": self.cell.dist,
+            "version": self.cell.version,
+            "side": self.cell.side,
+            "lane": plan.lane,
+            "arguments": list(plan.arguments),
+        }
+        body = output if not output or output.endswith("\n") else f"{output}\n"
+        return f"{json.dumps({'runner': opening})}\n{body}{json.dumps({'runner': dict(closing)})}\n"
+
+    def _environment(self) -> Environment:
+        plan, release = self.plan, self.release
+        if plan.here or plan.release_path is not None:
+            return environments.here(plan.pack.package, plan.cache, wheel=plan.wheel, release_path=plan.release_path)
+        wheel = plan.wheel
+        if plan.pack.wheels is not None:
+            wheel = built_wheels(plan.pack, plan.cache)[release.version]
+        return environments.made(
+            plan.pack.package, release.version, release.sha256, release.file, plan.pack.requires, plan.cache, wheel=wheel
+        )
+
+    def _overlay(self) -> None:
+        assert self.environment is not None
+        plan, site = self.plan, self.environment.site
+        with writing(self.place / "overlay"):
+            if plan.patch is not None:
+                diff = overlay.apply_patch(plan.patch, plan.pack.package, site, self.place / "overlay")
+                name = plan.patch.name
+            else:
+                fix = overlay.load_fix(plan.pack.fix)
+                diff = overlay.apply_fix(overlay.drop(fix, plan.drop) if plan.drop else fix, site, self.place / "overlay")
+                name = f"{plan.pack.name}-{self.cell.dist}-{self.cell.version}.diff"
+        write_atomically(plan.cache / "diffs" / name, diff)
+        self.patch = {"name": name, "sha256": hashlib.sha256(diff.encode()).hexdigest()}
+
+    def _run(self) -> Ended:
+        assert self.environment is not None
+        plan, patched = self.plan, self.cell.side == "patched"
+        command = lanes.command(self.environment.python, plan.lane, plan.pack.script) + list(plan.arguments)
+        self.command = [self.scrub(word) for word in command]
+        self.command[0] = "python"
+        first = ([str(self.place / "overlay")] if patched else []) + ([str(self.environment.site)] if self.environment.on_path else [])
+        env = {
+            **run_env(os.environ),
+            # What the active environment was started with has to stay visible to the script, but behind the release.
+            "PYTHONPATH": os.pathsep.join(first + ([os.environ["PYTHONPATH"]] if plan.here and os.environ.get("PYTHONPATH") else [])),
+            # Runs beside each other share the cores; left alone, each would start a thread for every core.
+            **({"OMP_NUM_THREADS": str(plan.threads)} if plan.threads and "OMP_NUM_THREADS" not in os.environ else {}),
+            "PYTHONUNBUFFERED": "1",
+            "REPRODUCER_SIDE": self.cell.side,
+            # Compile caches go into the cell's own folder: no run sees another's kernels.
+            "HOME": str(self.place / "home"),
+            "TMPDIR": str(self.place / "tmp"),
+            "TRITON_CACHE_DIR": str(self.place / "home" / "triton"),
+            "TILELANG_CACHE_DIR": str(self.place / "home" / "tilelang"),
+        }
+        with writing(self.place):
+            return run(
+                command,
+                env=env,
+                cwd=self.place / "tmp",
+                timeout=plan.pack.timeout,
+                memory=int(plan.pack.memory * 2**30),
+                stop=plan.stop,
+            )
+
+    def _scrubber(self) -> Scrubber:
+        there = self.environment
+        folders = [("<release>", there.site)] if there else []
+        folders += [
+            ("<overlay>", self.place / "overlay"),
+            ("<cell>", self.place),
+            ("<pack>", self.plan.pack.folder),
+            ("<lanes>", lanes.FOLDER),
+        ]
+        folders += [("<base>", folder) for folder in there.path] + [("<python>", there.python.parent.parent)] if there else []
+        folders += [("<cache>", self.plan.cache), ("<checkout>", ROOT)]
+        return Scrubber(folders)
+
+
+def _skip(before: Verdict) -> dict[str, str] | None:
+    """Why the patched side is not run, if it is not: only a bug that was seen can be seen to be cured."""
+    if before.outcome == "REPRODUCED":
+        return None
+    if before.outcome in ("ABSENT", "CHANGED"):
+        return {"stopped": "nothing-to-patch", "message": f"the unpatched side is {before}"}
+    return {"stopped": "skipped", "verdict": before.outcome, "message": before.reason}
+
+
+def built_wheels(pack: Pack, cache: Path) -> dict[str, Path]:
+    """The wheels that a pack builds itself (the self-test's toy releases), by version."""
+    assert pack.wheels is not None
+    source = pack.folder / pack.wheels
+    folder = cache / "built" / f"{pack.name}-{hashlib.sha256(source.read_bytes()).hexdigest()[:12]}"
+    if not folder.is_dir():
+        part = Path(tempfile.mkdtemp(prefix=f"{pack.name}-", dir=_made(cache / "built")))
+        namespace: dict[str, Any] = {"__name__": pack.wheels}
+        exec(compile(source.read_text(encoding="utf-8"), str(source), "exec"), namespace)
+        namespace["build"](part)
+        try:
+            part.replace(folder)
+        except OSError:  # Another run was faster.
+            shutil.rmtree(part, ignore_errors=True)
+    return {path.name.split("-")[1]: path for path in sorted(folder.glob("*.whl"))}
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def default_jobs(lane: str) -> int:
+    """One at a time on a device (timings, memory peaks); else one a core."""
+    return 1 if lane == "device" else max(1, os.cpu_count() or 1)

@@ -1,0 +1,57 @@
+"""Small anchored edits of upstream source: each must find its anchor exactly once, or it is a plain error.
+
+A pack's ``fix.py`` lists them per file, so that no upstream code is stored in this repository and the fix survives
+releases that move lines:
+
+    FIX = {"pkg/module.py": (insert_after("guard", r"^    x = load\\(\\)\\n", "    check(x)\\n"),)}
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from common.errors import AnchorError
+
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """A named edit of one file's source."""
+
+    name: str
+    edit: Callable[[str], str]
+
+    def __call__(self, source: str) -> str:
+        return self.edit(source)
+
+
+#: Path below site-packages -> the edits of that file, in order.
+Fix = Mapping[str, Sequence[Transform]]
+
+
+def replace(name: str, anchor: str, replacement: str | Callable[[re.Match[str]], str], *, optional: bool = False) -> Transform:
+    """Replace the one match of the regular expression ``anchor`` (multi-line, ``.`` stops at a line's end).
+
+    ``optional`` is for an edit that only some releases need (an option that older ones lack): no match is then no error,
+    two still are.
+    """
+    pattern = re.compile(anchor, re.MULTILINE)
+
+    def edit(source: str) -> str:
+        found = len(pattern.findall(source))
+        if found == 1:
+            return pattern.sub(replacement, source)
+        if found == 0 and optional:
+            return source
+        raise AnchorError(f"transform {name!r}: anchor {anchor!r} was found {found} times, not once")
+
+    return Transform(name, edit)
+
+
+def insert_after(name: str, anchor: str, code: str) -> Transform:
+    return replace(name, anchor, lambda match: match[0] + code)
+
+
+def insert_before(name: str, anchor: str, code: str) -> Transform:
+    return replace(name, anchor, lambda match: code + match[0])
