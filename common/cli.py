@@ -62,13 +62,30 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("pack", help="pack09, 09 or 9")
     which = run.add_mutually_exclusive_group()
     which.add_argument(
-        "--releases", "--release", metavar="WHICH", help="pinned (the default), all, or versions and specifiers: 0.6.5 or '>=0.6,<0.8'"
+        "--releases",
+        "--release",
+        metavar="WHICH",
+        help="pinned (the default), all, or versions and specifiers: 0.6.5 or '>=0.6,<0.8'",
     )
-    which.add_argument("--wheel", type=Path, action="append", metavar="FILE", help="a wheel of the upstream package; may be repeated")
-    which.add_argument("--release-path", type=Path, metavar="DIR", help="a folder that holds the installed release (pip install --target DIR)")
+    which.add_argument(
+        "--wheel", type=Path, action="append", metavar="FILE", help="a wheel of the upstream package; may be repeated"
+    )
+    which.add_argument(
+        "--release-path",
+        type=Path,
+        metavar="DIR",
+        help="a folder that holds the installed release (pip install --target DIR)",
+    )
     run.add_argument("--here", action="store_true", help="in the active environment: no nox, no network, nothing installed")
-    run.add_argument("--patch", type=Path, metavar="DIFF", help="judge this diff (a pull request under review) instead of the pack's fix")
-    run.add_argument("--without", metavar="TRANSFORM", help="leave one transform of the fix out: the patched side must turn red")
+    run.add_argument(
+        "--patch",
+        type=Path,
+        metavar="DIFF",
+        help="judge this diff (a pull request under review) instead of the pack's fix",
+    )
+    run.add_argument(
+        "--without", metavar="TRANSFORM", help="leave one transform of the fix out: the patched side must turn red"
+    )
     run.add_argument("--lane", help="this lane instead of the strongest that the machine allows")
     run.add_argument("--variant", help="arguments that the pack has a name for (see its pack.toml)")
     run.add_argument("--jobs", type=int, metavar="N", help="releases at a time (default: one a core, one on a GPU)")
@@ -86,8 +103,15 @@ def _parser() -> argparse.ArgumentParser:
         description="Write results/attach/PACK.md from the stored receipts, and beside it the script, the fix's diff and the receipts. It files nothing.",
     )
     attach.add_argument("pack", help="pack09, 09 or 9")
-    attach.add_argument("--for", dest="template", metavar="UPSTREAM", help="under the headings of this upstream's bug template, e.g. liger-kernel")
-    attach.add_argument("--machine", metavar="NAME", help="receipts of this machine (default: the one with the strongest evidence)")
+    attach.add_argument(
+        "--for",
+        dest="template",
+        metavar="UPSTREAM",
+        help="under the headings of this upstream's bug template, e.g. liger-kernel",
+    )
+    attach.add_argument(
+        "--machine", metavar="NAME", help="receipts of this machine (default: the one with the strongest evidence)"
+    )
     attach.add_argument("--results", type=Path, metavar="DIR", help="where receipts are (default: results/)")
     attach.set_defaults(call=_attach)
 
@@ -108,13 +132,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace, extra: list[str]) -> int:
-    from common import lanes, report, runner
+    from common import environment, lanes, report, runner
     from common.releases import Release, choose
 
     pack = find(options.pack)
-    if options.wheel and len(options.wheel) > 1:
-        codes = [main([*_rerun(options), "--wheel", str(wheel), *extra]) for wheel in options.wheel]
-        return max(codes)
     if options.jobs is not None and options.jobs < 1:
         raise UserError(f"--jobs {options.jobs} is not a number of at least 1.")
     if options.patch is not None and options.without is not None:
@@ -122,11 +143,13 @@ def _run(options: argparse.Namespace, extra: list[str]) -> int:
     variant, arguments = _arguments(pack, options.variant, extra)
     lane = lanes.choose(pack, options.lane)
     out = report.console()
-    results = options.results or runner.RESULTS
+    # The self-test's receipts are about the harness and say nothing of a release.
+    results = options.results or (runner.CACHE / "selftest" if pack.kind == "selftest" else runner.RESULTS)
     review = options.patch is not None or options.without is not None
     if review:  # Verdicts on somebody's diff, or on a fix broken on purpose, are no record of the release.
         results = results / "review" / (options.patch.stem if options.patch else f"without-{options.without}")
     jobs = options.jobs or runner.default_jobs(lane)
+    wheels = {environment.read_wheel(wheel, pack.package)[1]: wheel.resolve() for wheel in options.wheel or ()}
     plan = runner.Plan(
         pack=pack,
         threads=max(1, (os.cpu_count() or 1) // jobs) if jobs > 1 else 0,
@@ -136,7 +159,7 @@ def _run(options: argparse.Namespace, extra: list[str]) -> int:
         patch=options.patch,
         drop=options.without,
         here=options.here,
-        wheel=options.wheel[0].resolve() if options.wheel else None,
+        wheels=wheels,
         release_path=options.release_path,
         results=results,
         **({"machine": options.machine} if options.machine else {}),
@@ -149,25 +172,25 @@ def _run(options: argparse.Namespace, extra: list[str]) -> int:
         if unknown := [version for version in wanted if version not in built]:
             raise UserError(f"{pack.package} has no release {unknown[0]}; there are {', '.join(built)}.")
         chosen = [Release(version=version, file=built[version].name, sha256="") for version in wanted]
-    elif plan.here or plan.wheel or plan.release_path:
-        from common import environment
-
-        if plan.here or plan.release_path:
-            if options.releases:
-                raise UserError("--here runs the one release that is there: give another with --wheel or --release-path, not with --releases.")
-            there = environment.here(pack.package, plan.cache, wheel=plan.wheel, release_path=plan.release_path)
-            chosen = [Release(version=there.version, file=there.file, sha256=there.sha256)]
-        else:
-            assert plan.wheel is not None
-            sha256, version = environment.read_wheel(plan.wheel, pack.package)
-            chosen = [Release(version=version, file=plan.wheel.name, sha256=sha256)]
+    elif plan.wheels:
+        chosen = [Release(version=version, file=wheel.name, sha256="") for version, wheel in plan.wheels.items()]
+    elif plan.here or plan.release_path:
+        if options.releases:
+            raise UserError(
+                "--here runs the one release that is there: give others with --wheel or --release-path, not with --releases."
+            )
+        there = environment.here(pack.package, plan.cache, release_path=plan.release_path)
+        chosen = [Release(version=there.version, file="", sha256="")]
     else:
         with report.waiting(f"{pack.name}: asking the package index for the releases of {pack.package}", out):
             chosen, warnings = choose(pack, options.releases, plan.cache)
     for warning in warnings:
         out.print(Text(warning, "yellow"))
     out.print(f"{pack.name} · {pack.title}", markup=False, style="bold")
-    out.print(f"{len(chosen)} release(s) of {pack.package}, both sides, lane {lane}, {min(jobs, len(chosen))} at a time", markup=False)
+    out.print(
+        f"{len(chosen)} release(s) of {pack.package}, both sides, lane {lane}, {min(jobs, len(chosen))} at a time",
+        markup=False,
+    )
     with report.Follow(2 * len(chosen), out) as follow:
         rows = runner.run_all(plan, chosen, jobs=jobs, done=follow)
     if options.proofs or len(rows) <= report.PROOFS:
@@ -182,15 +205,6 @@ def _run(options: argparse.Namespace, extra: list[str]) -> int:
     return SURPRISE if surprising else OK
 
 
-def _rerun(options: argparse.Namespace) -> list[str]:
-    """The words of a ``run`` call without its wheels, for one call a wheel."""
-    words = ["run", options.pack]
-    for name in ("patch", "without", "lane", "variant", "jobs", "results", "machine"):
-        if getattr(options, name) is not None:
-            words += [f"--{name}", str(getattr(options, name))]
-    return words + [f"--{name}" for name in ("here", "proofs") if getattr(options, name)]
-
-
 def _arguments(pack: Pack, variant: str | None, extra: Sequence[str]) -> tuple[str, tuple[str, ...]]:
     """The script's arguments and a name for them: they are part of what a receipt is about."""
     if variant is not None and extra:
@@ -203,7 +217,9 @@ def _arguments(pack: Pack, variant: str | None, extra: Sequence[str]) -> tuple[s
     takes = set(re.findall(r"add_argument\(\s*['\"](--[a-z-]+)", pack.script.read_text(encoding="utf-8")))
     for word in extra:
         if word.startswith("--") and word.partition("=")[0] not in takes:
-            raise UserError(f"{word} is no option of this command ('--help' lists them), nor of {pack.name}'s script ({', '.join(sorted(takes)) or 'none'}).")
+            raise UserError(
+                f"{word} is no option of this command ('--help' lists them), nor of {pack.name}'s script ({', '.join(sorted(takes)) or 'none'})."
+            )
     if extra and not extra[0].startswith("--"):
         raise UserError(f"{extra[0]!r} is not understood here: '--help' lists the options.")
     return re.sub(r"[^a-z0-9]+", "-", " ".join(extra).lower()).strip("-"), tuple(extra)

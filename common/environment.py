@@ -72,7 +72,7 @@ def record_sha256(dist: importlib.metadata.Distribution) -> str:
     """sha256 over the sorted ``path,hash`` pairs of a RECORD, less what an installer adds: the same for uv and pip."""
     lines = []
     for line in (dist.read_text("RECORD") or "").splitlines():
-        path, digest, _ = (line.rsplit(",", 2) + ["", ""])[:3]
+        path, digest, _ = [*line.rsplit(",", 2), "", ""][:3]
         if digest and not path.startswith(("..", "/")) and not re.search(r"\.dist-info/(?!METADATA|WHEEL|entry_points)", path):
             lines.append(f"{path},{digest}")
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
@@ -92,7 +92,13 @@ def here(package: str, cache_dir: Path, *, wheel: Path | None = None, release_pa
                 part.replace(site)
             shutil.rmtree(part, ignore_errors=True)
         return Environment(
-            python=Path(sys.executable), site=site, path=(site, *active), version=version, file=wheel.name, sha256=sha256, on_path=True
+            python=Path(sys.executable),
+            site=site,
+            path=(site, *active),
+            version=version,
+            file=wheel.name,
+            sha256=sha256,
+            on_path=True,
         )
     if release_path is not None:
         if not release_path.is_dir():
@@ -119,7 +125,14 @@ def here(package: str, cache_dir: Path, *, wheel: Path | None = None, release_pa
 
 
 def made(
-    package: str, version: str, sha256: str, file: str, requires: Sequence[str], cache_dir: Path, *, wheel: Path | None = None
+    package: str,
+    version: str,
+    sha256: str,
+    file: str,
+    requires: Sequence[str],
+    cache_dir: Path,
+    *,
+    wheel: Path | None = None,
 ) -> Environment:
     """An environment of its own for ``package==version``, made by uv, or the one made earlier.
 
@@ -141,20 +154,31 @@ def made(
             arguments = ["pip", "install", "--python", str(_python(place)), "--no-deps", "-r", str(requirement)]
             done = _uv([*arguments, "--require-hashes"] if sha256 else arguments)
             if done.returncode and _NETWORK.search(done.stderr):
-                raise UserError(f"{wanted} cannot be fetched: {_why(done)} Is there a network? A wheel at hand can be given with --wheel FILE.")
+                raise UserError(
+                    f"{wanted} cannot be fetched: {_why(done)} Is there a network? A wheel at hand can be given with --wheel FILE."
+                )
             if done.returncode:
                 raise InstallError(_why(done))
             (_site(place) / "_base.pth").write_text(f"{_site(base)}\n", encoding="utf-8")
             write_atomically(stamp, json.dumps({"package": package, "version": version, "file": file, "sha256": sha256}))
     return Environment(
-        python=_python(place), site=_site(place), path=(_site(place), _site(base)), version=version, file=file, sha256=sha256
+        python=_python(place),
+        site=_site(place),
+        path=(_site(place), _site(base)),
+        version=version,
+        file=file,
+        sha256=sha256,
     )
 
 
 def _base(requires: Sequence[str], cache_dir: Path) -> Path:
     """The base layer for these pins; made once."""
     key = "\n".join([platform.python_version(), platform.machine(), *requires])
-    place = cache_dir / "bases" / f"python{sys.version_info.major}.{sys.version_info.minor}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    place = (
+        cache_dir
+        / "bases"
+        / f"python{sys.version_info.major}.{sys.version_info.minor}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    )
     with _locked(place):
         if (place / "reproducer.json").is_file():
             return place
@@ -225,12 +249,19 @@ def gpu() -> tuple[dict[str, str], ...]:
         return ()
     fields = ("name", "driver_version", "compute_cap", "memory.total")
     try:
-        done = subprocess.run([tool, f"--query-gpu={','.join(fields)}", "--format=csv,noheader"], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [tool, f"--query-gpu={','.join(fields)}", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ()
     if done.returncode:
         return ()
-    return tuple(dict(zip(fields, map(str.strip, line.split(",")), strict=False)) for line in done.stdout.splitlines() if line.strip())
+    return tuple(
+        dict(zip(fields, map(str.strip, line.split(",")), strict=False)) for line in done.stdout.splitlines() if line.strip()
+    )
 
 
 def read_wheel(wheel: Path, package: str) -> tuple[str, str]:

@@ -24,7 +24,11 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(f"No space left on the disk of {path}: free some and run again; nothing half-written was kept.") from error
+            raise UserError(
+                f"No space left on the disk of {path}: free some and run again; nothing half-written was kept."
+            ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise UserError(f"{path} cannot be written ({os.strerror(error.errno)}): name another folder with --results.") from error
+            raise UserError(
+                f"{path} cannot be written ({os.strerror(error.errno)}): name another folder with --results."
+            ) from error
         raise

@@ -83,7 +83,11 @@ def apply_patch(patch: Path, package: str, site: Path, overlay: Path) -> str:
     shipped = {PurePosixPath(str(f)).parts[0] for f in distribution(package, site).files or [] if not _is_metadata(str(f))}
     with _fresh(overlay):
         _copy(site, overlay, shipped)
-        applied = [file for file in files if (prefix := _prefix(file, overlay, shipped)) is not None and _git_apply(patch, file, prefix, overlay)]
+        applied = [
+            file
+            for file in files
+            if (prefix := _prefix(file, overlay, shipped)) is not None and _git_apply(patch, file, prefix, overlay)
+        ]
         if not applied:
             raise UserError(f"{patch} changes no file that {package} ships; it names {', '.join(f.path for f in files[:3])}.")
     return diff(site, overlay)
@@ -177,6 +181,12 @@ def _git_apply(patch: Path, file: PatchedFile, strip: int, overlay: Path) -> boo
         env={**os.environ, "GIT_CEILING_DIRECTORIES": str(overlay.parent), "LC_ALL": "C"},
     )
     if done.returncode:
-        why = done.stderr.strip().splitlines()[-1].removeprefix("error: ") if done.stderr.strip() else f"git apply exited with {done.returncode}"
-        raise UserError(f"{patch} does not apply to this release: {why}. Take a diff made against it, or choose another --release.")
+        why = (
+            done.stderr.strip().splitlines()[-1].removeprefix("error: ")
+            if done.stderr.strip()
+            else f"git apply exited with {done.returncode}"
+        )
+        raise UserError(
+            f"{patch} does not apply to this release: {why}. Take a diff made against it, or choose another --release."
+        )
     return True

@@ -174,7 +174,11 @@ class _Reader:
                 raise self.fail("pinned", f"has {version!r}, which is not a version (PEP 440)") from error
         variants = self.get("variants", dict, {})
         for name, arguments in variants.items():
-            if not re.fullmatch(r"[a-z0-9-]+", name) or not isinstance(arguments, list) or not all(isinstance(a, str) for a in arguments):
+            if (
+                not re.fullmatch(r"[a-z0-9-]+", name)
+                or not isinstance(arguments, list)
+                or not all(isinstance(a, str) for a in arguments)
+            ):
                 raise self.fail("variants", f"has {name!r}, which must be a lower-case name with a list of arguments")
         pack = Pack(
             folder=folder,
@@ -201,7 +205,11 @@ class _Reader:
     def expectations(self, kind: str) -> Iterable[Expectation]:
         for specifier, value in self.get("expected", dict).items():
             key = f"expected.{specifier}"
-            if not isinstance(value, dict) or set(value) != {"verdict", "why"} or not all(isinstance(v, str) and v for v in value.values()):
+            if (
+                not isinstance(value, dict)
+                or set(value) != {"verdict", "why"}
+                or not all(isinstance(v, str) and v for v in value.values())
+            ):
                 raise self.fail(key, "must be a table { verdict = ..., why = ... }")
             outcome, _, reason = value["verdict"].partition(": ")
             if outcome not in OUTCOMES or (outcome == "ERROR" and kind != "selftest"):

@@ -179,7 +179,7 @@ def read_log(path: Path, receipt: Mapping[str, Any]) -> str:
     named = receipt["predicate"]["reproducer"]["log"]
     file = path.parent / named["name"]
     try:
-        text = file.read_bytes()
+        text: bytes = file.read_bytes()
     except OSError as error:
         raise UserError(f"The log {file} of receipt {path.name} cannot be read: {error.strerror}.") from error
     if hashlib.sha256(text).hexdigest() != named["sha256"]:

@@ -68,7 +68,9 @@ def choose(pack: Pack, wanted: str | None, cache: Path) -> tuple[list[Release], 
         if wanted not in (None, "pinned"):
             raise
         names = ", ".join(pack.pinned)
-        return [Release(version=v, file="", sha256="") for v in pack.pinned], [f"{error} Going by the pinned releases ({names})."]
+        return [Release(version=v, file="", sha256="") for v in pack.pinned], [
+            f"{error} Going by the pinned releases ({names})."
+        ]
     warnings = [warning] if warning else []
     if wanted == "all":
         return known, warnings
@@ -81,7 +83,9 @@ def choose(pack: Pack, wanted: str | None, cache: Path) -> tuple[list[Release], 
         try:
             release = by_version.get(Version(part))
         except InvalidVersion as error:
-            raise UserError(f"{part!r} is neither a version nor a specifier: write 0.6.5, '>=0.6,<0.8', pinned or all.") from error
+            raise UserError(
+                f"{part!r} is neither a version nor a specifier: write 0.6.5, '>=0.6,<0.8', pinned or all."
+            ) from error
         if release is None:
             near = ", ".join(r.version for r in known[-5:])
             raise UserError(f"{pack.package} has no release {part} on the index; the newest are {near}.")
@@ -123,12 +127,14 @@ def _ask(package: str) -> list[Release]:
 
     index = next((os.environ[n] for n in ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL") if os.environ.get(n)), None)
     try:
-        with PyPISimple(**({"endpoint": index} if index else {})) as client:
+        with PyPISimple(endpoint=index) if index else PyPISimple() as client:
             page = client.get_project_page(package, timeout=(10, 60))
     except NoSuchProjectError as error:
         raise UserError(f"The package index has no project {package!r}.") from error
     except (requests.RequestException, ValueError) as error:
-        raise UserError(f"The package index did not answer for {package} ({type(error).__name__}): is there a network?") from error
+        raise UserError(
+            f"The package index did not answer for {package} ({type(error).__name__}): is there a network?"
+        ) from error
     found: dict[Version, Release] = {}
     # A wheel wins over an sdist; the first of each is as good as any other, for these are all pure Python or one platform's.
     for file in sorted(page.packages, key=lambda f: f.package_type != "wheel"):

@@ -10,7 +10,15 @@ from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -18,7 +26,13 @@ from common.grade import Verdict
 from common.runner import Row
 
 #: The colour of an outcome; red is for what is not as expected, never for a bug that was to be seen.
-STYLE = {"REPRODUCED": "magenta", "ABSENT": "green", "NOTHING_TO_PATCH": "dim", "CHANGED": "yellow", "UNTESTABLE": "yellow"}
+STYLE = {
+    "REPRODUCED": "magenta",
+    "ABSENT": "green",
+    "NOTHING_TO_PATCH": "dim",
+    "CHANGED": "yellow",
+    "UNTESTABLE": "yellow",
+}
 #: More rows than this get the table alone; their proofs are in the receipts.
 PROOFS = 8
 
@@ -32,17 +46,17 @@ def console(*, stderr: bool = False) -> Console:
 def shown(verdict: Verdict, side: str) -> str:
     """The verdict in the words of a script's last line."""
     words = {"REPRODUCED": "BUG_REPRODUCED", "ABSENT": "FIX_VALIDATED" if side == "patched" else "BUG_ABSENT"}
-    word = words.get(verdict.outcome, verdict.outcome.replace("_", " ").lower() if verdict.outcome == "NOTHING_TO_PATCH" else verdict.outcome)
-    return f"{word}: {verdict.reason}" if verdict.reason and verdict.outcome not in ("NOTHING_TO_PATCH",) else word
+    if verdict.outcome == "NOTHING_TO_PATCH":
+        return "nothing to patch"
+    word = words.get(verdict.outcome, verdict.outcome)
+    return f"{word}: {verdict.reason}" if verdict.reason else word
 
 
 def number(value: float | None) -> str:
     return "–" if value is None else f"{value:.1e}"
 
 
-def where(path: Path | None) -> str:
-    if path is None:
-        return "–"
+def where(path: Path) -> str:
     try:
         return str(path.resolve().relative_to(Path.cwd()))
     except ValueError:
@@ -50,21 +64,28 @@ def where(path: Path | None) -> str:
 
 
 def table(rows: Sequence[Row], title: str) -> Table:
+    folders = sorted({where(row.receipt.parent) for row in rows})
     found = Table(title=title, title_justify="left", header_style="bold", pad_edge=False)
+    found.caption, found.caption_justify = f"receipts in {', '.join(folders)}/", "left"
     for column in ("release", "side", "verdict", "evidence", "bug error / limit / control error", "s", "receipt"):
         found.add_column(column, justify="right" if column == "s" else "left", overflow="fold")
     for row in rows:
         verdict = row.verdict
         mark = Text("✓ ", "green") if row.as_expected else Text("✗ ", "bold red")
+        word = (
+            shown(verdict, row.cell.side)
+            if row.ran or verdict.outcome == "NOTHING_TO_PATCH"
+            else f"not run ({verdict.outcome})"
+        )
         errors = (verdict.bug_error, verdict.limit, verdict.control_error)
         found.add_row(
             row.cell.version,
             row.cell.side,
-            mark + Text(shown(verdict, row.cell.side), "bold red" if not row.as_expected else STYLE.get(verdict.outcome, "red")),
+            mark + Text(word, "bold red" if not row.as_expected else STYLE.get(verdict.outcome, "red") if row.ran else "dim"),
             verdict.evidence if verdict.evidence != "none" else "–",
             " / ".join(map(number, errors)) if any(e is not None for e in errors) else "–",
-            f"{row.seconds:.1f}",
-            where(row.receipt),
+            f"{row.seconds:.1f}" if row.ran else "–",
+            row.receipt.name,
         )
     return found
 
@@ -125,7 +146,8 @@ class Follow:
             label = f"{row.cell.pack} {row.cell.version} {row.cell.side}"
             self.bar.update(self.task, advance=1, description=label)
             if not self.to.is_terminal:
-                self.to.print(f"[{self.count}/{self.total}] {label}: {shown(row.verdict, row.cell.side)} ({row.seconds:.1f} s)", markup=False)
+                took = f" ({row.seconds:.1f} s)" if row.ran else ""
+                self.to.print(f"[{self.count}/{self.total}] {label}: {shown(row.verdict, row.cell.side)}{took}", markup=False)
 
 
 @contextmanager

@@ -43,7 +43,7 @@ class Plan:
     patch: Path | None = None
     drop: str | None = None
     here: bool = False
-    wheel: Path | None = None
+    wheels: Mapping[str, Path] = field(default_factory=dict)
     release_path: Path | None = None
     results: Path = RESULTS
     machine: str = field(default_factory=receipt.machine_name)
@@ -61,17 +61,16 @@ class Row:
     expected: str
     why: str
     seconds: float
-    receipt: Path | None
-    log: str = ""
+    receipt: Path
+    log: str
+    ran: bool
 
     @property
     def as_expected(self) -> bool:
         return self.verdict.meets(self.expected)
 
 
-def run_all(
-    plan: Plan, chosen: Sequence[Release], *, jobs: int, done: Callable[[Row], None] = lambda row: None
-) -> list[Row]:
+def run_all(plan: Plan, chosen: Sequence[Release], *, jobs: int, done: Callable[[Row], None] = lambda row: None) -> list[Row]:
     """Both sides of each release, ``jobs`` releases at a time; ``done`` is told of each row as it is there.
 
     On Ctrl-C whatever runs is killed, and what is finished has its receipt.
@@ -150,6 +149,7 @@ def _side(plan: Plan, release: Release, side: str, before: Verdict | None) -> Ro
         seconds=float(ended.get("seconds", 0.0)),
         receipt=path,
         log=verdict_log,
+        ran=ended.get("stopped") not in ("nothing-to-patch", "skipped"),
     )
 
 
@@ -209,13 +209,19 @@ class _Attempt:
 
     def _environment(self) -> Environment:
         plan, release = self.plan, self.release
+        wheel = plan.wheels.get(release.version)
         if plan.here or plan.release_path is not None:
-            return environments.here(plan.pack.package, plan.cache, wheel=plan.wheel, release_path=plan.release_path)
-        wheel = plan.wheel
+            return environments.here(plan.pack.package, plan.cache, wheel=wheel, release_path=plan.release_path)
         if plan.pack.wheels is not None:
             wheel = built_wheels(plan.pack, plan.cache)[release.version]
         return environments.made(
-            plan.pack.package, release.version, release.sha256, release.file, plan.pack.requires, plan.cache, wheel=wheel
+            plan.pack.package,
+            release.version,
+            release.sha256,
+            release.file,
+            plan.pack.requires,
+            plan.cache,
+            wheel=wheel,
         )
 
     def _overlay(self) -> None:
@@ -238,11 +244,15 @@ class _Attempt:
         command = lanes.command(self.environment.python, plan.lane, plan.pack.script) + list(plan.arguments)
         self.command = [self.scrub(word) for word in command]
         self.command[0] = "python"
-        first = ([str(self.place / "overlay")] if patched else []) + ([str(self.environment.site)] if self.environment.on_path else [])
+        first = ([str(self.place / "overlay")] if patched else []) + (
+            [str(self.environment.site)] if self.environment.on_path else []
+        )
         env = {
             **run_env(os.environ),
             # What the active environment was started with has to stay visible to the script, but behind the release.
-            "PYTHONPATH": os.pathsep.join(first + ([os.environ["PYTHONPATH"]] if plan.here and os.environ.get("PYTHONPATH") else [])),
+            "PYTHONPATH": os.pathsep.join(
+                first + ([os.environ["PYTHONPATH"]] if plan.here and os.environ.get("PYTHONPATH") else [])
+            ),
             # Runs beside each other share the cores; left alone, each would start a thread for every core.
             **({"OMP_NUM_THREADS": str(plan.threads)} if plan.threads and "OMP_NUM_THREADS" not in os.environ else {}),
             "PYTHONUNBUFFERED": "1",

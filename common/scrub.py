@@ -81,5 +81,15 @@ def _identities(environ: Mapping[str, str]) -> Iterable[tuple[str, str]]:
     # Words that every machine uses would only make holes in a log ("root" is nobody's name, "localhost" nobody's host).
     for words, mark in ((users, "<user>"), (hosts, "<host>")):
         for word in sorted(words, key=len, reverse=True):
-            if len(word) >= 3 and word not in {"root", "user", "runner", "localhost", "host", "linux", "torch", "triton", "python"}:
+            if len(word) >= 3 and word not in {
+                "root",
+                "user",
+                "runner",
+                "localhost",
+                "host",
+                "linux",
+                "torch",
+                "triton",
+                "python",
+            }:
                 yield word, mark

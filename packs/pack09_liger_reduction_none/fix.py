@@ -8,7 +8,6 @@ import re
 
 from common.transforms import insert_after, replace
 
-
 TENSORS = ("_input", "weight", "target", "bias", "ce_weight")
 
 
@@ -31,11 +30,9 @@ def _recompute(match: re.Match[str]) -> str:
     """In backward, call the forward function again, now with the gradient of each token's loss."""
     return f"""        if ctx.options is not None:
             {", ".join(TENSORS)} = ctx.saved_tensors
-            # An ignored token has no gradient, whatever its weight (a mean over no tokens is 0/0, for one).
-            token_grad = grad_output.masked_fill(target == ctx.options["ignore_index"], 0.0)
             with torch.no_grad():
                 grad_input, grad_weight, grad_bias = fused_linear_cross_entropy_forward(
-                    {", ".join(f"{name}={name}" for name in TENSORS)}, token_grad=token_grad, **ctx.options
+                    {", ".join(f"{name}={name}" for name in TENSORS)}, token_grad=grad_output, **ctx.options
                 )[-3:]
         else:
 {_indented(match[0])}"""
@@ -68,7 +65,8 @@ FIX = {
         replace("save", r"^        ctx\.save_for_backward\((?:\n            .*)+\n        \)\n", _save),
         replace(
             "recompute",
-            r"^        \(grad_input, grad_weight, grad_bias\) = ctx\.saved_tensors\n(?:        grad_input, grad_weight, grad_bias = .*\n(?:            .*\n)*        \)\n)",
+            r"^        \(grad_input, grad_weight, grad_bias\) = ctx\.saved_tensors\n"
+            r"        grad_input, grad_weight, grad_bias = .*\n(?:            .*\n)*        \)\n",
             _recompute,
         ),
     ),

@@ -15,6 +15,7 @@ Runs on a GPU, or without one on Triton's interpreter. Exits 10 (BUG_REPRODUCED)
 import argparse
 import hashlib
 import inspect
+import itertools
 import json
 import math
 import os
@@ -28,6 +29,7 @@ import torch.nn.functional as F
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--shape", default="2,8,32,200", metavar="B,S,H,V")
 parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"])
+parser.add_argument("--sweep", action="store_true", help="also 48 combinations of options and ignored tokens")
 parser.add_argument("--measure", action="store_true", help="also time and peak memory of eager, mean and none (needs a GPU)")
 options = parser.parse_args()
 try:
@@ -43,7 +45,8 @@ if device == "cpu":
 dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
 limit = {"fp32": 1e-5, "bf16": 1e-1}[options.dtype]  # relative, at least 10 x what a right release shows
 evidence = "device:sm_{}{}".format(*torch.cuda.get_device_capability()) if device == "cuda" else "interpreter"
-facts = {"reproducer": 1, "evidence": evidence, "comparisons": [], "metrics": {"shape": [B, S, H, V], "dtype": options.dtype}}
+metrics = {"shape": [B, S, H, V], "dtype": options.dtype}
+facts = {"reproducer": 1, "evidence": evidence, "comparisons": [], "metrics": metrics}
 
 
 def finish(verdict, reason=""):
@@ -75,7 +78,7 @@ except Exception:
     finish("UNTESTABLE", "import")
 flce_function = flce.LigerFusedLinearCrossEntropyFunction
 facts.update(file=flce.__file__, version=version("liger-kernel"))
-print(f"liger-kernel {version('liger-kernel')}, torch {torch.__version__}, triton {version('triton')}, {evidence}, B,S,H,V={B},{S},{H},{V} {dtype}")
+print(f"liger-kernel {version('liger-kernel')}, torch {torch.__version__}, triton {version('triton')}, {evidence}")
 parameters = list(inspect.signature(flce_function.forward).parameters.values())[1:]
 if "reduction" not in [p.name for p in parameters]:
     finish("UNTESTABLE", "no-api")
@@ -88,10 +91,11 @@ def liger(x, w, y, b=None, **given):
     return out[0] if isinstance(out, tuple) else out
 
 
-def eager(x, w, y, b=None, *, reduction, label_smoothing=0.0, lse_square_scale=0.0):
+def eager(x, w, y, b=None, *, reduction, label_smoothing=0.0, lse_square_scale=0.0, ce_weight=None):
     """The definition: logits in full; z-loss is lse_square_scale * logsumexp(logits)^2 on valid tokens."""
     logits = x @ w.t() + (0 if b is None else b)
-    loss = F.cross_entropy(logits, y, reduction=reduction, label_smoothing=label_smoothing)
+    ce_weight = None if ce_weight is None else ce_weight.to(logits.dtype)
+    loss = F.cross_entropy(logits, y, reduction=reduction, label_smoothing=label_smoothing, weight=ce_weight)
     return loss + lse_square_scale * logits.logsumexp(-1) ** 2 * (y != -100) if lse_square_scale else loss
 
 
@@ -107,13 +111,13 @@ def main():
     torch.manual_seed(0)
     x, w, b = torch.randn(B * S, H), torch.randn(V, H) / H**0.5, torch.randn(V)
     y = torch.randint(0, V, (B * S,))
-    y[torch.rand(B * S) < 0.1] = -100  # about 10% ignored, but not token 0
-    y[0] = 1
+    y[5::10] = -100  # about 10% ignored, but not token 0
     weight = torch.rand(B * S)
     weight[0] = 2.0  # what the wrong backward applies to every token
     mask = (torch.rand(B * S) < 0.5).float()
     mask[0] = 0.0
-    x, w, b, y, weight, mask = (t.to(device, dtype) if t is not y and t is not weight else t.to(device) for t in (x, w, b, y, weight, mask))
+    x, w, b, mask = (t.to(device, dtype) for t in (x, w, b, mask))
+    y, weight = y.to(device), weight.to(device)
     valid = y != -100
     wide = [t.double() for t in (x, w)]
     if liger(x.clone().requires_grad_(), w, y, reduction="none").dim() == 0:
@@ -132,9 +136,10 @@ def main():
     true_masked = gradients(eager, wide, y, mask, reduction="none")
     compare("trigger", "none, times a 0/1 loss mask that drops token 0", masked, true_masked)
     rest = {"reduction": "none", "label_smoothing": 0.1, "lse_square_scale": 1e-3}
-    if {p.name for p in parameters} >= set(rest):
-        got = gradients(liger, (x, w, b), y, weight, **rest)
-        compare("trigger", "the same with bias, label smoothing and z-loss", got, gradients(eager, [*wide, b.double()], y, weight, **rest))
+    true_rest = gradients(eager, [*wide, b.double()], y, weight, **rest)
+    compare("trigger", "the same with bias, label smoothing, z-loss", gradients(liger, (x, w, b), y, weight, **rest), true_rest)
+    if options.sweep:
+        sweep(x, w, b, y, weight)
 
     scaled = [weight[0].double() * t.double() for t in true_sum]
     same = all(((g.double() - r).norm() / r.norm()).item() <= limit for g, r in zip(weighted, scaled, strict=True))
@@ -143,16 +148,39 @@ def main():
     compare("control", "workaround: mean x n_valid, mask == (y != -100): exact", [g * valid.sum() for g in mean], true_sum)
     folded = gradients(liger, (x, w), torch.where(mask.bool(), y, -100), 1.0, reduction="sum")
     compare("control", "workaround: 0/1 mask folded into the labels, sum: exact", folded, true_masked)
-    compare("note", "workaround: mean x n_valid under another mask: not exact", [g * (mask.bool() & valid).sum() for g in mean], true_masked)
+    approximate = [g * (mask.bool() & valid).sum() for g in mean]
+    compare("note", "workaround: mean x n_valid under another mask: not exact", approximate, true_masked)
 
-    for name, grads in (("mean", mean), ("sum", total)):  # a fix must leave these as they are, byte for byte
-        facts["metrics"][f"{name}_sha256"] = hashlib.sha256(b"".join(g.cpu().view(torch.uint8).numpy().tobytes() for g in grads)).hexdigest()
-    facts["metrics"]["max_abs_dx"], facts["metrics"]["max_abs_dw"] = ((g - r).abs().max().item() for g, r in zip(weighted, true_weighted, strict=True))
+    # A fix must leave these as they are, byte for byte.
+    metrics.update(mean_sha256=sha256(mean), sum_sha256=sha256(total))
+    for name, g, r in zip(("max_abs_dx", "max_abs_dw"), weighted, true_weighted, strict=True):
+        metrics[name] = (g - r).abs().max().item()
     if options.measure:
         del mean, total, true_sum, weighted, true_weighted, masked, true_masked, scaled, folded, wide
         measure(x, w, y, weight)
     wrong = any(c["role"] == "trigger" and (c["error"] is None or c["error"] > limit) for c in facts["comparisons"])
     finish("REPRODUCED" if wrong else "ABSENT")
+
+
+def sweep(x, w, b, y, weight):
+    """Every combination of bias, label smoothing, z-loss, class weights and which tokens are ignored."""
+    classes = torch.rand(V, device=device) + 0.5
+    first = torch.where(torch.arange(B * S, device=device) == 0, -100, y)
+    grid = itertools.product((0, 1), (0.0, 0.1), (0.0, 1e-3), (None, classes), (y.clamp(min=0), y, first))
+    for bias, smoothing, z, ce, labels in grid:
+        tensors = (x, w, b) if bias else (x, w)
+        given = {"label_smoothing": smoothing, "lse_square_scale": z, "ce_weight": ce}
+        want = gradients(eager, [t.double() for t in tensors], labels, weight, reduction="none", **given)
+        ignored = "none" if labels.min() >= 0 else "some" if labels[0] >= 0 else "some, token 0"
+        name = f"b {bias} smoothing {smoothing} z {z} ce_weight {int(ce is not None)} ignored {ignored}"
+        compare("trigger", name, gradients(liger, tensors, labels, weight, reduction="none", **given), want)
+        for reduction in ("mean", "sum"):
+            grads = gradients(liger, tensors, labels, 0.5, reduction=reduction, **given)
+            metrics[f"{reduction}_sha256 {name}"] = sha256(grads)
+
+
+def sha256(tensors):
+    return hashlib.sha256(b"".join(t.cpu().view(torch.uint8).numpy().tobytes() for t in tensors)).hexdigest()
 
 
 def measure(x, w, y, weight):
@@ -177,9 +205,9 @@ def measure(x, w, y, weight):
             times.append(start.elapsed_time(stop))
             peak = torch.cuda.max_memory_allocated() - before
             del loss
-        result = {"ms": sorted(times[3:])[5], "forward_peak_mib": forward / 2**20, "peak_mib": peak / 2**20}
-        facts["metrics"][name.replace(" ", "_")] = result
-        print(f"measure    {name:<58} {result['ms']:.2f} ms  forward {result['forward_peak_mib']:.1f} MiB  whole {result['peak_mib']:.1f} MiB")
+        ms, forward, peak = sorted(times[3:])[5], forward / 2**20, peak / 2**20
+        metrics[name.replace(" ", "_")] = {"ms": ms, "forward_peak_mib": forward, "peak_mib": peak}
+        print(f"measure    {name:<58} {ms:.2f} ms  peak: forward {forward:.1f} MiB, whole {peak:.1f} MiB")
 
 
 try:

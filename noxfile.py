@@ -1,0 +1,93 @@
+#!/usr/bin/env -S uv run --script
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["nox>=2025.2.9"]
+# ///
+"""Sessions: one a pack (``nox -s pack09``), tests, lint, attach, new-pack, bench. ``nox -l`` lists them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.reuse_venv = "yes"
+
+ROOT = Path(__file__).parent
+PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+
+
+def runner(session: nox.Session, *arguments: str, **options: object) -> None:
+    """Run ``python -m common`` with this session's name in its help texts."""
+    session.install("--quiet", "--editable", ".")
+    prog = f"nox -s {session.name} --"
+    session.run("python", "-m", "common", *arguments, env={"REPRODUCER_PROG": prog}, **options)  # type: ignore[arg-type]
+
+
+def add_pack_sessions(folder: Path) -> None:
+    """``pack09`` runs the pinned releases, ``pack09(0.8.2)`` one of them; a function, because closures bind late."""
+    name = folder.name.partition("_")[0]
+    description = nox.project.load_toml(folder / "pack.toml")
+
+    @nox.session(name=name, default=False, tags=[description["package"]])
+    def pack(session: nox.Session) -> None:
+        runner(session, "run", name, *session.posargs)
+
+    pack.__doc__ = pack.func.__doc__ = description["title"] + "."
+    for version in description["pinned"]:
+        add_release_session(name, version, description)
+
+
+def add_release_session(name: str, version: str, description: dict[str, object]) -> None:
+    @nox.session(name=f"{name}({version})", default=False)
+    def release(session: nox.Session) -> None:
+        runner(session, "run", name, "--release", version, *session.posargs)
+
+    release.__doc__ = release.func.__doc__ = f"{name} on {description['package']} {version}."
+
+
+for folder in sorted((ROOT / "packs").glob("pack[0-9][0-9]_*")):
+    if re.fullmatch(r"pack\d\d_\w+", folder.name) and (folder / "pack.toml").exists():
+        add_pack_sessions(folder)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style, types and the generated tables."""
+    session.install("--quiet", "--editable", ".", *nox.project.dependency_groups(PYPROJECT, "lint"))
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("mypy")
+    session.run("python", "-m", "common", "tables", "--check")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run the tests; '-- -m "not network"' leaves out those that install real releases."""
+    session.install("--quiet", "--editable", ".", *nox.project.dependency_groups(PYPROJECT, "tests"))
+    session.run("pytest", *session.posargs)
+
+
+@nox.session(default=False)
+def attach(session: nox.Session) -> None:
+    """Write the text and the files to attach to an upstream issue: nox -s attach -- pack09 [--for liger-kernel]."""
+    runner(session, "attach", *session.posargs)
+
+
+@nox.session(name="new-pack", default=False)
+def new_pack(session: nox.Session) -> None:
+    """Make the skeleton of a pack: nox -s new-pack -- 21 slug [--package NAME]."""
+    runner(session, "new-pack", *session.posargs)
+
+
+@nox.session(default=False)
+def bench(session: nox.Session) -> None:
+    """Measure the runner against doing the same by hand; writes docs/benchmarks.md."""
+    runner(session, "bench", *session.posargs)
+
+
+if __name__ == "__main__":
+    nox.main()
