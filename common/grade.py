@@ -128,8 +128,8 @@ def _proved(opening: dict[str, Any], body: list[str], exit_code: object, sentine
     facts = _facts(body, sentinel)
     if facts.get("verdict") != outcome:
         raise Disagreement(f"the sentinel says {sentinel!r} and the JSON line says {facts.get('verdict')!r}")
-    evidence = str(facts.get("evidence"))
-    if evidence.partition(":")[0] not in EVIDENCE[1:]:
+    evidence = facts.get("evidence")
+    if not isinstance(evidence, str) or evidence.partition(":")[0] not in EVIDENCE[1:]:
         raise Disagreement(f"the JSON line has an unknown evidence level {evidence!r}")
     if evidence.startswith("device") and opening.get("lane") not in (None, "device"):
         raise Disagreement(f"evidence {evidence!r} cannot come from the lane {opening.get('lane')!r}")
@@ -173,7 +173,10 @@ class _Comparison:
 def _comparisons(facts: dict[str, Any]) -> list[_Comparison]:
     """Each has a name, a role, and either error and limit or ``holds``; an error of null is a result that is not finite."""
     found = []
-    for raw in facts.get("comparisons") or ():
+    listed = facts.get("comparisons")
+    if not isinstance(listed, list):
+        raise Disagreement("the JSON line has no list of comparisons")
+    for raw in listed:
         try:
             if "limit" in raw:
                 limit = float(raw["limit"])

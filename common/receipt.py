@@ -189,7 +189,8 @@ def read_log(path: Path, receipt: Mapping[str, Any]) -> str:
 
 def stored(results: Path, pack: Pack) -> Iterator[Path]:
     """The receipts of a pack on every machine, in a stable order."""
-    yield from sorted(results.glob(f"*/{pack.name}/*.json"))
+    # Only a machine's folder has a machine.json; copies made to be attached, or runs under review, are no record.
+    yield from sorted(path for path in results.glob(f"*/{pack.name}/*.json") if (path.parent.parent / "machine.json").is_file())
 
 
 def is_stale(receipt: Mapping[str, Any], pack: Pack, lane_files: list[Path]) -> bool:

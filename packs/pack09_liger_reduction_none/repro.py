@@ -159,6 +159,9 @@ def main():
         del mean, total, true_sum, weighted, true_weighted, masked, true_masked, scaled, folded, wide
         measure(x, w, y, weight)
     wrong = any(c["role"] == "trigger" and (c["error"] is None or c["error"] > limit) for c in facts["comparisons"])
+    alike = all(c["holds"] for c in facts["comparisons"] if c["role"] == "signature")
+    if wrong and not alike:
+        finish("CHANGED", "wrong-otherwise")
     finish("REPRODUCED" if wrong else "ABSENT")
 
 

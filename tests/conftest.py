@@ -1,0 +1,83 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common import lanes, receipt
+from common.grade import grade
+from common.pack import find
+from common.receipt import Cell
+
+ROOT = Path(__file__).parent.parent
+
+FACTS = {
+    "reproducer": 1,
+    "evidence": "interpreter",
+    "file": "<release>/toy/__init__.py",
+    "version": "1.0",
+    "verdict": "REPRODUCED",
+    "metrics": {},
+    "comparisons": [
+        {"role": "control", "name": "mean", "error": 1e-7, "limit": 1e-5},
+        {"role": "trigger", "name": "none", "error": 0.5, "limit": 1e-5},
+        {"role": "signature", "name": "grad_output[0]", "holds": True},
+    ],
+}
+
+
+def make_log(facts=FACTS, *, sentinel="BUG_REPRODUCED", exit=10, body=None, side="unpatched", **closing):
+    """A stored log as the runner writes it; the default one is a sound REPRODUCED."""
+    opening = {"pack": "pack09", "dist": "toy", "version": "1.0", "side": side, "lane": "triton-interpreter", "arguments": []}
+    lines = [json.dumps({"runner": opening})]
+    lines += body if body is not None else ["some output", json.dumps(facts), sentinel]
+    ending = {"exit": exit, "signal": None, "stopped": None, "seconds": 1.0, "peak_rss": 1, "cut": 0, **closing}
+    return "\n".join([*lines, json.dumps({"runner": ending})]) + "\n"
+
+
+@pytest.fixture
+def store():
+    """Writes a receipt of pack09 into a results folder, as the runner would."""
+
+    def write(results, *, version="0.7.0", side="unpatched", log=None, machine="test-machine", stale=False):
+        pack = find("pack09")
+        cell = Cell(pack="pack09", dist=pack.package, version=version, side=side)
+        log = log or make_log({**FACTS, "version": version}).replace('"version": "1.0"', f'"version": "{version}"')
+        name, sha256 = receipt.log_name(cell, log)
+        hashes = pack.hashes(side, lanes.files("triton-interpreter"))
+        if stale:
+            hashes["repro.py"] = "0" * 64
+        document = receipt.statement(
+            cell,
+            grade(log),
+            environment=None,
+            lane="triton-interpreter",
+            hashes=hashes,
+            command=["python", "<pack>/repro.py"],
+            closing=json.loads(log.splitlines()[-1])["runner"],
+            started="2026-11-21T00:00:00Z",
+            log_name=name,
+            log_sha256=sha256,
+            patch=None,
+            settings={},
+        )
+        return receipt.write(results, cell, log, document, machine=machine)
+
+    return write
+
+
+@pytest.fixture
+def cli(tmp_path):
+    """``python -m common …`` as a person calls it, with a cache and results of its own."""
+
+    def call(*arguments, env=None, cache=None, results=True, **options):
+        import os
+
+        command = [sys.executable, "-m", "common", *map(str, arguments)]
+        if results and arguments and arguments[0] in ("run", "attach"):
+            command += ["--results", str(tmp_path / "results")]
+        environ = {**os.environ, "REPRODUCER_CACHE": str(cache or tmp_path / "cache"), **(env or {})}
+        return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=600, **options)
+
+    return call

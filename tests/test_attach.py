@@ -1,0 +1,143 @@
+"""What is attached fits a comment, renders, holds no secret and overstates nothing."""
+
+import pytest
+from conftest import FACTS, make_log
+from hypothesis import given
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+
+from common import attach
+from common.errors import UserError
+from common.pack import find
+
+MARKDOWN = MarkdownIt("gfm-like", {"linkify": False})
+PACK = find("pack09")
+
+
+def log_of(version, **changes):
+    facts = {**FACTS, "version": version, **changes}
+    return make_log(facts).replace('"version": "1.0"', f'"version": "{version}"')
+
+
+def skipped(version):
+    return make_log(body=[], exit=None, side="patched", stopped="nothing-to-patch", message="ABSENT").replace(
+        '"1.0"', f'"{version}"'
+    )
+
+
+def test_the_top_is_the_verdict_then_the_table(tmp_path, store):
+    store(tmp_path, version="0.6.5")
+    store(tmp_path, version="0.7.0")
+    text = attach.write(PACK, tmp_path)[0].read_text()
+    first = text.splitlines()[0]
+    assert first.startswith("**")
+    assert first.endswith("Evidence: interpreter.**")
+    assert "reproduced in liger-kernel 0.6.5–0.7.0" in first
+    assert "| 0.6.5 – 0.7.0 (2 releases) | BUG_REPRODUCED | – | 5.0e-01 | 1.0e-05 | 1.0e-07 |" in text
+    assert "(stale)" not in text
+    assert "<table>" in MARKDOWN.render(text)
+
+
+def test_a_history_that_goes_back_and_forth_stays_so(tmp_path, store):
+    for version in ("0.5.8", "0.6.3"):
+        store(tmp_path, version=version)
+    store(
+        tmp_path,
+        version="0.6.0",
+        log=log_of("0.6.0", verdict="CHANGED")
+        .replace("BUG_REPRODUCED", "CHANGED: scalar")
+        .replace('"exit": 10', '"exit": 125'),
+    )
+    found = attach.ranges(attach.load(PACK, tmp_path, None))
+    assert [(r.name, r.unpatched) for r in found] == [
+        ("0.5.8", "BUG_REPRODUCED"),
+        ("0.6.0", "CHANGED: scalar"),
+        ("0.6.3", "BUG_REPRODUCED"),
+    ]
+
+
+def test_files_beside_the_text(tmp_path, store):
+    store(tmp_path)
+    files = attach.write(PACK, tmp_path)
+    names = [path.name for path in files]
+    assert names[:2] == ["pack09.md", "repro.py"]
+    assert "liger-kernel-0.7.0.unpatched.json" in names
+    assert all(path.is_file() for path in files)
+    assert (tmp_path / "attach" / "pack09" / "repro.py").read_text() == PACK.script.read_text()
+
+
+@pytest.mark.parametrize("size", [10, 100_000, 5_000_000])
+def test_it_fits_a_comment_whatever_the_logs_size(tmp_path, store, size):
+    body = ["\x1b[31mline `` ` ``` </details> | x\x1b[0m"] * (size // 40)
+    for version in PACK.pinned:
+        store(tmp_path, version=version, log=log_of(version).replace("some output", "\n".join(body)))
+    text = attach.write(PACK, tmp_path)[0].read_text()
+    assert len(text) <= attach.LIMIT
+    assert "\x1b" not in text
+    if size >= 100_000:
+        assert "left out to keep the comment short" in text
+    html = MARKDOWN.render(text)
+    assert html.count("<details>") == html.count("</details>")
+
+
+@given(st.text(alphabet=st.sampled_from("`~ab\n<>|"), max_size=200))
+def test_a_fence_holds_whatever_is_inside(text):
+    tokens = MARKDOWN.parse(attach.fenced(text, "text") + "\nafter\n")
+    fences = [t for t in tokens if t.type == "fence"]
+    assert len(fences) == 1
+    assert fences[0].content.rstrip() == text.rstrip()
+    assert tokens[-2].content == "after"
+
+
+def test_planted_secrets_do_not_get_in(tmp_path, store, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hunter2hunter2")
+    monkeypatch.setenv("USER", "jdoe")
+    monkeypatch.setenv("HOME", "/home/jdoe")
+    planted = "hunter2hunter2 jdoe /home/jdoe/x ghp_" + "a" * 36
+    store(tmp_path, log=log_of("0.7.0").replace("some output", planted))
+    for path in attach.write(PACK, tmp_path):
+        text = path.read_text()
+        assert "hunter2" not in text
+        assert "jdoe" not in text
+        assert "ghp_" not in text
+
+
+@pytest.mark.parametrize("template", attach.TEMPLATES)
+def test_each_upstreams_headings_are_filled(tmp_path, store, template):
+    store(tmp_path)
+    text = attach.write(PACK, tmp_path, template=template)[0].read_text()
+    headings = [heading for heading, _ in attach.TEMPLATES[template]]
+    places = [text.index(heading) for heading in headings]
+    assert places == sorted(places)
+    for heading, following in zip(headings, [*headings[1:], None], strict=True):
+        between = text.partition(heading)[2]
+        assert (between.partition(following)[0] if following else between).strip()
+
+
+def test_the_strongest_machine_is_taken_and_another_can_be_named(tmp_path, store):
+    store(tmp_path)
+    strong = log_of("0.7.0", evidence="device:sm_90").replace("triton-interpreter", "device")
+    store(tmp_path, machine="gpu", log=strong)
+    assert "Evidence: device:sm_90" in attach.write(PACK, tmp_path)[0].read_text()
+    assert "Evidence: interpreter" in attach.write(PACK, tmp_path, machine="test-machine")[0].read_text()
+    with pytest.raises(UserError, match="there are from gpu, test-machine"):
+        attach.write(PACK, tmp_path, machine="cray")
+
+
+def test_stale_receipts_say_so(tmp_path, store):
+    store(tmp_path, stale=True)
+    assert "(stale)" in attach.write(PACK, tmp_path)[0].read_text()
+
+
+def test_what_cannot_be_written_is_one_sentence(tmp_path, store):
+    with pytest.raises(UserError, match=r"no receipt of pack09.*nox -s pack09"):
+        attach.write(PACK, tmp_path)
+    store(tmp_path)
+    with pytest.raises(UserError, match="no bug template for 'numpy'"):
+        attach.write(PACK, tmp_path, template="numpy")
+
+
+def test_nothing_to_patch_and_not_run_are_told_apart(tmp_path, store):
+    store(tmp_path, version="0.8.2", log=log_of("0.8.2"))
+    store(tmp_path, version="0.8.2", side="patched", log=skipped("0.8.2"))
+    assert "nothing to patch" in attach.write(PACK, tmp_path)[0].read_text()

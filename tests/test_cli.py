@@ -1,0 +1,206 @@
+"""The command as a person meets it: real runs of the self-test's toy releases, and every mistake told in a sentence."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT
+
+from common import receipt
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+def test_the_self_test_gives_each_verdict_for_its_reason(cli, cache, tmp_path):
+    done = cli("run", "pack00", cache=cache)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Every verdict is what the pack expects" in done.stdout
+    outcomes = {}
+    for path in (tmp_path / "results").rglob("reproducer-toy-*.json"):
+        facts = receipt.read(path)["predicate"]["reproducer"]
+        outcomes[facts["version"], facts["side"]] = facts["outcome"]
+    assert outcomes["1.0", "unpatched"] == "REPRODUCED"
+    assert outcomes["1.0", "patched"] == "ABSENT"
+    assert outcomes["2.0", "patched"] == "NOTHING_TO_PATCH"
+    assert {o for (_, side), o in outcomes.items() if side == "unpatched"} == {
+        "REPRODUCED",
+        "ABSENT",
+        "CHANGED",
+        "UNTESTABLE",
+        "ERROR",
+    }
+    assert len(outcomes) == 26
+
+
+def test_the_three_proofs_and_the_evidence_are_printed(cli, cache):
+    done = cli("run", "pack00", "--release", "1.0", cache=cache)
+    assert "BUG_REPRODUCED (evidence: source)" in done.stdout
+    for proof in ("1. trigger", "2. control", "3. agreement"):
+        assert done.stdout.count(proof) == 2
+    assert "reproducer-toy-1.0.patched.json" in done.stdout
+    assert "\x1b" not in done.stdout
+
+
+def test_a_fix_without_one_of_its_transforms_is_red(cli, cache, tmp_path):
+    done = cli("run", "pack00", "--release", "1.0", "--without", "sum", cache=cache)
+    assert done.returncode == 1
+    assert "1.0 patched: expected ABSENT (the fix cures it), saw REPRODUCED" in " ".join(done.stdout.split())
+    assert not list((tmp_path / "results").glob("*/pack00/*")), "such runs are no record of the release"
+    assert list((tmp_path / "results" / "review" / "without-sum").glob("*/pack00/*.json"))
+
+
+def test_somebody_elses_diff_is_judged_on_both_sides(cli, cache, tmp_path):
+    diff = "--- a/reproducer_toy/__init__.py\n+++ b/reproducer_toy/__init__.py\n@@ -1,2 +1,2 @@\n def total(xs):\n-    return xs[0] * len(xs)\n+    return {}\n"
+    for name, code, status in (("good", "sum(xs)", 0), ("bad", "xs[-1] * len(xs)", 1)):
+        (tmp_path / f"{name}.diff").write_text(diff.format(code))
+        done = cli("run", "pack00", "--release", "1.0", "--patch", tmp_path / f"{name}.diff", cache=cache)
+        assert done.returncode == status, done.stdout
+    (tmp_path / "old.diff").write_text(diff.replace("xs[0]", "ys[0]"))
+    done = cli("run", "pack00", "--release", "1.0", "--patch", tmp_path / "old.diff", cache=cache)
+    assert done.returncode == 2
+    assert "does not apply to this release" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run", "pack77"], "There is no pack 'pack77'; the packs here are: pack00, pack09."),
+        (["run", "pack00", "--release", "99.0"], "has no release 99.0"),
+        (["run", "pack00", "--relase", "1.0"], "--relase is no option of this command"),
+        (["run", "pack00", "1.0"], "'1.0' is not understood here"),
+        (["run", "pack00", "--jobs", "0"], "--jobs 0"),
+        (["run", "pack00", "--variant", "huge"], "has no variant 'huge'"),
+        (["run", "pack00", "--lane", "quantum"], "has no lane 'quantum'"),
+        (["run", "pack09", "--lane", "device", "--release", "0.7.0"], "needs an NVIDIA GPU"),
+        (["run", "pack09", "--wheel", "/nowhere/liger_kernel-0.7.0-py3-none-any.whl"], "cannot be read"),
+        (["run", "pack09", "--wheel", "README.md"], "does not have a wheel's file name"),
+        (["run", "pack09", "--release-path", "/nowhere"], "is not a folder"),
+        (["run", "pack09", "--release-path", "docs"], "holds no installed liger-kernel"),
+        (["run", "pack09", "--here"], "liger-kernel is not installed in the active environment"),
+        (["run", "pack00", "--without", "plus", "--release", "1.0"], "no transform 'plus'"),
+        (["run", "pack00", "--patch", "/nowhere.diff", "--release", "1.0"], "cannot be read"),
+        (["run", "pack00", "--patch", "x", "--without", "y"], "has no meaning beside --patch"),
+        (["attach", "pack09"], "There is no receipt of pack09"),
+        (["new-pack", "9", "again"], "taken by pack09"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_2(cli, cache, arguments, said, monkeypatch):
+    done = cli(*arguments, cache=cache, env={"UV_DEFAULT_INDEX": "http://127.0.0.1:9/simple/", "PATH": os.environ["PATH"]})
+    assert done.returncode == 2
+    assert said in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr + done.stdout
+    assert done.stderr.count("\n") == 1
+
+
+def test_no_network_is_one_sentence(cli, tmp_path):
+    done = cli("run", "pack09", "--releases", "all", env={"UV_DEFAULT_INDEX": "http://127.0.0.1:9/simple/"})
+    assert done.returncode == 2
+    assert "The package index did not answer for liger-kernel" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_help_and_version(cli):
+    for arguments in (["--help"], ["run", "--help"], ["attach", "--help"], ["new-pack", "--help"], ["--version"], ["list"]):
+        done = cli(*arguments)
+        assert done.returncode == 0
+        assert done.stdout
+    assert cli().returncode == 2
+
+
+def test_ctrl_c_keeps_what_is_done_and_leaves_nothing_running(cache, tmp_path):
+    results = tmp_path / "results"
+    command = [sys.executable, "-m", "common", "run", "pack00", "--release", "1.0,2.0,7.0", "--results", str(results)]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "REPRODUCER_CACHE": str(cache)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and len(list(results.glob("*/*/reproducer-toy-2.0.*.json"))) < 2:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=30)
+    assert process.returncode == 130, out + error
+    assert "Stopped." in error
+    assert "Traceback" not in error
+    found = sorted(results.glob("*/*/*.json"))
+    assert len(found) >= 4
+    for path in found:
+        receipt.read_log(path, receipt.read(path))
+    assert not list(results.rglob("*7.0*"))
+    assert not list(results.rglob("*.tmp"))
+    assert not list(cache.glob("pack00-*")), "the cell's own folder is gone"
+
+
+def test_nothing_private_is_stored(cli, tmp_path):
+    # A cache below a home folder, a token in the environment, a user's and a host's name.
+    home = tmp_path / "home" / "jdoe"
+    env = {
+        "HOME": str(home),
+        "USER": "jdoe",
+        "HOSTNAME": "gpu-node-17",
+        "HF_TOKEN": "hunter2hunter2",
+        "MY_SETTING": "planted-value",
+        "UV_CACHE_DIR": str(tmp_path / "uv"),
+    }
+    done = cli("run", "pack00", "--release", "1.0,3.0", env=env, cache=home / "cache")
+    assert done.returncode == 0, done.stdout + done.stderr
+    files = [path for path in (tmp_path / "results").rglob("*") if path.is_file()]
+    assert len(files) == 9
+    for path in files:
+        text = path.read_text()
+        for secret in ("jdoe", "gpu-node-17", "hunter2", "planted-value", str(tmp_path), str(ROOT)):
+            assert secret not in text, path
+
+
+def test_a_wheel_at_hand_needs_no_index(cli, cache, tmp_path):
+    import runpy
+
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    runpy.run_path(str(ROOT / "packs" / "pack00_selftest" / "toys.py"))["build"](wheels)
+    env = {"UV_DEFAULT_INDEX": "http://127.0.0.1:9/simple/"}
+    wheel = wheels / "reproducer_toy-1.0-py3-none-any.whl"
+    done = cli(
+        "run",
+        "pack00",
+        "--here",
+        "--wheel",
+        wheel,
+        "--wheel",
+        wheels / "reproducer_toy-2.0-py3-none-any.whl",
+        cache=cache,
+        env=env,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    stored = {p.name: receipt.read(p) for p in (tmp_path / "results").rglob("reproducer-toy*.json")}
+    assert len(stored) == 4
+    subject = stored["reproducer-toy-1.0.unpatched.json"]["subject"][0]
+    import hashlib
+
+    assert subject == {
+        "name": wheel.name,
+        "uri": "pkg:pypi/reproducer-toy@1.0",
+        "digest": {"sha256": hashlib.sha256(wheel.read_bytes()).hexdigest()},
+    }
+
+
+def test_json_of_a_receipt_is_an_in_toto_statement(cli, cache, tmp_path):
+    cli("run", "pack00", "--release", "1.0", cache=cache)
+    document = json.loads(next((tmp_path / "results").rglob("*1.0.unpatched.json")).read_text())
+    assert document["_type"] == "https://in-toto.io/Statement/v1"
+    assert document["predicateType"].endswith("/test-result/v0.1")
+    assert document["predicate"]["result"] == "FAILED"
+    assert document["predicate"]["reproducer"]["environment"]["distributions"]

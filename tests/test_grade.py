@@ -1,0 +1,144 @@
+"""A verdict rests on three proofs; a log that disagrees with itself is an ERROR, never a pass."""
+
+import json
+
+import pytest
+from conftest import FACTS, make_log
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.grade import EXIT, grade
+
+FIXED = {
+    **FACTS,
+    "verdict": "ABSENT",
+    "comparisons": [FACTS["comparisons"][0], {"role": "trigger", "name": "none", "error": 2e-7, "limit": 1e-5}],
+}
+FINAL = ("REPRODUCED", "ABSENT")
+
+
+def with_comparisons(*comparisons, verdict="REPRODUCED"):
+    return {**FACTS, "verdict": verdict, "comparisons": list(comparisons)}
+
+
+CONTROL, TRIGGER, SIGNATURE = FACTS["comparisons"]
+
+
+def test_sound_log_is_reproduced_with_its_three_proofs():
+    verdict = grade(make_log())
+    assert verdict.outcome == "REPRODUCED"
+    assert verdict.evidence == "interpreter"
+    assert (verdict.bug_error, verdict.limit, verdict.control_error) == (0.5, 1e-5, 1e-7)
+    assert set(verdict.proofs) == {"trigger", "control", "agreement"}
+
+
+def test_absent_and_fix_validated():
+    assert grade(make_log(FIXED, sentinel="BUG_ABSENT", exit=0)).outcome == "ABSENT"
+    patched = {**FIXED, "file": "<overlay>/toy/__init__.py"}
+    assert grade(make_log(patched, sentinel="FIX_VALIDATED", exit=0, side="patched")).outcome == "ABSENT"
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        pytest.param(make_log(exit=0), id="exit disagrees"),
+        pytest.param(make_log(exit=1), id="exit 1"),
+        pytest.param(make_log(sentinel="BUG_ABSENT", exit=0), id="json disagrees"),
+        pytest.param(make_log(sentinel="FIX_VALIDATED", exit=0), id="patched word on the unpatched side"),
+        pytest.param(make_log({**FACTS, "version": "2.0"}), id="another version ran"),
+        pytest.param(make_log({**FACTS, "file": "/somewhere/else.py"}), id="imported from elsewhere"),
+        pytest.param(make_log({**FACTS, "file": "<overlay>/toy.py"}), id="overlay on the unpatched side"),
+        pytest.param(make_log(with_comparisons(CONTROL)), id="no trigger"),
+        pytest.param(make_log(with_comparisons(TRIGGER, SIGNATURE)), id="no control"),
+        pytest.param(make_log(with_comparisons({**CONTROL, "error": 1.0}, TRIGGER)), id="control failed"),
+        pytest.param(make_log(with_comparisons(CONTROL, TRIGGER, {**SIGNATURE, "holds": False})), id="another signature"),
+        pytest.param(make_log(with_comparisons(CONTROL, {**TRIGGER, "error": 1e-7})), id="the numbers do not show it"),
+        pytest.param(make_log(with_comparisons(CONTROL, {**TRIGGER, "limit": -1})), id="negative limit"),
+        pytest.param(make_log(with_comparisons(CONTROL, {**TRIGGER, "limit": "x"})), id="limit is no number"),
+        pytest.param(make_log(with_comparisons(CONTROL, {"role": "trigger", "name": "n"})), id="neither error nor holds"),
+        pytest.param(make_log({**FACTS, "evidence": "device:sm_90"}), id="device evidence from a CPU lane"),
+        pytest.param(make_log({**FACTS, "evidence": "certain"}), id="unknown evidence"),
+        pytest.param(make_log(body=["BUG_REPRODUCED"]), id="no JSON line"),
+        pytest.param(make_log(body=[json.dumps(FACTS)] * 2 + ["BUG_REPRODUCED"]), id="two JSON lines"),
+        pytest.param(make_log(body=[json.dumps(FACTS), "BUG_REPRODUCED", "BUG_REPRODUCED"]), id="two sentinels"),
+        pytest.param(make_log(body=[json.dumps(FACTS), "BUG_ABSENT", "BUG_REPRODUCED"]), id="contradicting sentinels"),
+        pytest.param(make_log(exit=None, signal="SIGSEGV"), id="sentinel, then a crash"),
+        pytest.param(make_log(body=[]), id="nothing printed"),
+        pytest.param("", id="empty"),
+        pytest.param("BUG_REPRODUCED\n", id="sentinel alone"),
+        pytest.param(make_log().rsplit("\n", 2)[0], id="truncated"),
+    ],
+)
+def test_a_log_that_disagrees_with_itself_is_an_error(log):
+    verdict = grade(log)
+    assert verdict.outcome == "ERROR"
+    assert verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        (make_log(body=["Traceback …", "ModuleNotFoundError: No module named 'x'"], exit=1), "UNTESTABLE: import"),
+        (make_log(body=["torch.OutOfMemoryError: CUDA out of memory"], exit=1), "UNTESTABLE: oom"),
+        (make_log(body=[], exit=None, stopped="timeout"), "UNTESTABLE: timeout"),
+        (make_log(body=[], exit=None, stopped="memory"), "UNTESTABLE: oom"),
+        (make_log(body=[], exit=None, stopped="anchor"), "UNTESTABLE: anchor"),
+        (make_log(body=[], exit=None, stopped="install"), "UNTESTABLE: install"),
+        (make_log(body=[], exit=None, signal="SIGKILL"), "UNTESTABLE: oom"),
+        (make_log(body=[], exit=None, signal="SIGSEGV"), "CHANGED: SIGSEGV"),
+        (make_log(body=["UNTESTABLE: no-device"], exit=125), "UNTESTABLE: no-device"),
+        (make_log({**FACTS, "verdict": "CHANGED"}, sentinel="CHANGED: scalar", exit=125), "CHANGED: scalar"),
+        (make_log(with_comparisons(CONTROL, {**TRIGGER, "error": 5e-5})), "UNTESTABLE: margin"),
+        (make_log(with_comparisons({**CONTROL, "error": 5e-6}, TRIGGER)), "UNTESTABLE: margin"),
+    ],
+)
+def test_other_endings(log, expected):
+    assert str(grade(log)) == expected
+
+
+def test_a_result_that_is_not_finite_is_the_bug():
+    verdict = grade(make_log(with_comparisons(CONTROL, {**TRIGGER, "error": None})))
+    assert verdict.outcome == "REPRODUCED"
+    assert verdict.bug_error is None
+    assert "none" in verdict.failed
+
+
+@given(st.text())
+def test_any_text_is_graded_and_none_passes(text):
+    assert grade(text).outcome == "ERROR"
+
+
+@given(
+    st.lists(st.text(alphabet=st.characters(exclude_characters="\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029")), max_size=5),
+    st.integers(0, 255),
+)
+def test_no_output_without_the_facts_passes(body, code):
+    assert grade(make_log(body=[*body, "BUG_REPRODUCED"], exit=code)).outcome not in FINAL
+
+
+@given(st.sampled_from(sorted(FACTS)), st.one_of(st.none(), st.integers(), st.text(), st.lists(st.integers()), st.booleans()))
+def test_facts_changed_anywhere_do_not_pass_as_something_else(key, value):
+    """Whatever one key becomes, the verdict is the same as before (the key does not matter) or it is no verdict."""
+    verdict = grade(make_log({**FACTS, key: value}))
+    assert verdict.outcome in ("REPRODUCED", "ERROR")
+    assert verdict.outcome == "ERROR" or key == "metrics" or FACTS[key] == value
+
+
+@given(
+    st.floats(min_value=0, allow_nan=False),
+    st.floats(min_value=1e-300, allow_nan=False, allow_infinity=False),
+    st.floats(min_value=0, allow_nan=False),
+)
+def test_margins(bug, limit, control):
+    """REPRODUCED only with bug >= 10 x limit >= 100 x control."""
+    facts = with_comparisons({**CONTROL, "error": control, "limit": limit}, {**TRIGGER, "error": bug, "limit": limit})
+    if not (bug < float("inf") and control < float("inf")):
+        return  # JSON has no infinity; a script writes null
+    reproduced = grade(make_log(facts)).outcome == "REPRODUCED"
+    assert reproduced == (bug >= 10 * limit and limit >= 10 * control)
+
+
+def test_exit_codes_are_those_of_git_bisect_run():
+    assert EXIT["ABSENT"] == 0
+    assert 1 <= EXIT["REPRODUCED"] < 125
+    assert EXIT["CHANGED"] == EXIT["UNTESTABLE"] == 125

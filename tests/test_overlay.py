@@ -1,0 +1,161 @@
+"""Transforms find their anchor once or say so; a diff applies back; somebody else's diff is judged on the same copy."""
+
+import subprocess
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from common.errors import AnchorError, UserError
+from common.overlay import apply_fix, apply_patch, diff, distribution, drop
+from common.transforms import insert_after, insert_before, replace
+
+SOURCE = "def total(xs):\n    return xs[0] * len(xs)\n"
+FIX = {"toy/__init__.py": (replace("sum", r"xs\[0\] \* len\(xs\)", "sum(xs)"),)}
+GIT_DIFF = """diff --git a/src/toy/__init__.py b/src/toy/__init__.py
+--- a/src/toy/__init__.py
++++ b/src/toy/__init__.py
+@@ -1,2 +1,2 @@
+ def total(xs):
+-    return xs[0] * len(xs)
++    return sum(xs)
+diff --git a/test/test_toy.py b/test/test_toy.py
+--- a/test/test_toy.py
++++ b/test/test_toy.py
+@@ -1 +1 @@
+-assert True
++assert toy.total([1, 2]) == 3
+"""
+
+
+@pytest.fixture
+def site(tmp_path):
+    """site-packages with one distribution, toy 1.0."""
+    site = tmp_path / "site"
+    (site / "toy" / "__pycache__").mkdir(parents=True)
+    (site / "toy" / "__init__.py").write_text(SOURCE)
+    (site / "toy" / "data.txt").write_text("no newline at the end")
+    (site / "toy" / "__pycache__" / "x.pyc").write_bytes(b"\0")
+    info = site / "toy-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
+    (info / "RECORD").write_text(
+        "toy/__init__.py,,\ntoy/data.txt,,\ntoy-1.0.dist-info/METADATA,,\ntoy-1.0.dist-info/RECORD,,\n"
+    )
+    return site
+
+
+def test_the_release_is_not_changed_and_the_overlay_is(site, tmp_path):
+    text = apply_fix(FIX, site, tmp_path / "overlay")
+    assert (site / "toy" / "__init__.py").read_text() == SOURCE
+    assert "sum(xs)" in (tmp_path / "overlay" / "toy" / "__init__.py").read_text()
+    assert not list((tmp_path / "overlay").rglob("*.pyc"))
+    assert text.splitlines()[:2] == ["--- a/toy/__init__.py", "+++ b/toy/__init__.py"]
+
+
+def test_a_diff_applies_to_the_release(site, tmp_path):
+    text = apply_fix(FIX, site, tmp_path / "overlay")
+    subprocess.run(
+        ["git", "apply", "-"],
+        input=text,
+        text=True,
+        cwd=site,
+        check=True,
+        env={"PATH": "/usr/bin:/bin", "GIT_CEILING_DIRECTORIES": str(tmp_path)},
+    )
+    assert (site / "toy" / "__init__.py").read_text() == (tmp_path / "overlay" / "toy" / "__init__.py").read_text()
+
+
+@given(old=st.lists(st.sampled_from("abc\n"), max_size=30), new=st.lists(st.sampled_from("abc\n"), min_size=1, max_size=30))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+def test_any_diff_applies_back(tmp_path_factory, old, new):
+    place = tmp_path_factory.mktemp("diff")
+    for folder, text in (("site", old), ("overlay", new)):
+        (place / folder).mkdir()
+        (place / folder / "m.py").write_text("".join(text))
+    text = diff(place / "site", place / "overlay")
+    if not text:
+        assert old == new
+        return
+    env = {"PATH": "/usr/bin:/bin", "GIT_CEILING_DIRECTORIES": str(place)}
+    subprocess.run(["git", "apply", "--whitespace=nowarn", "-"], input=text, text=True, cwd=place / "site", check=True, env=env)
+    assert (place / "site" / "m.py").read_text() == "".join(new)
+
+
+@pytest.mark.parametrize(
+    ("fix", "said"),
+    [
+        ({"toy/__init__.py": (replace("gone", "nowhere", ""),)}, "'gone'.*'nowhere' was found 0 times"),
+        ({"toy/__init__.py": (replace("twice", "xs", "ys"),)}, "'twice'.*found 3 times"),
+        ({"toy/__init__.py": (replace("maybe", "xs", "ys", optional=True),)}, "found 3 times"),
+        ({"toy/other.py": ()}, "toy/other.py: the release has no such file"),
+        ({"toy/__init__.py": (replace("broken", r"return", "retrun !"),)}, "not valid Python"),
+    ],
+)
+def test_an_anchor_that_is_not_right_is_a_plain_error_and_leaves_no_overlay(site, tmp_path, fix, said):
+    with pytest.raises(AnchorError, match=said):
+        apply_fix(fix, site, tmp_path / "overlay")
+    assert not (tmp_path / "overlay").exists()
+
+
+def test_edits():
+    assert replace("none", "zzz", "y", optional=True)(SOURCE) == SOURCE
+    assert insert_after("a", r"^def .*\n", "    #\n")("def f():\n    pass\n") == "def f():\n    #\n    pass\n"
+    assert insert_before("b", r"^def .*\n", "#\n")("def f():\n    pass\n") == "#\ndef f():\n    pass\n"
+
+
+@given(st.text(), st.text(min_size=1), st.text())
+def test_inserted_text_is_taken_literally(before, code, after):
+    """No character of the inserted code is special, not even a backslash or a group's name."""
+    assert (
+        insert_after("x", "MARK", code)(f"{before.replace('MARK', '')}MARK{after.replace('MARK', '')}").count("MARK" + code)
+        >= 1
+    )
+
+
+def test_drop(site, tmp_path):
+    assert [t.name for t in drop(FIX, "sum")["toy/__init__.py"]] == []
+    with pytest.raises(UserError, match="no transform 'plus'"):
+        drop(FIX, "plus")
+
+
+def test_a_pull_requests_diff_is_applied_whatever_its_prefix(site, tmp_path):
+    patch = tmp_path / "pr.diff"
+    patch.write_text(GIT_DIFF)
+    text = apply_patch(patch, "toy", site, tmp_path / "overlay")
+    assert "+    return sum(xs)" in text
+    assert "test_toy" not in text
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (GIT_DIFF.replace("return xs[0]", "return ys[0]"), "does not apply to this release.*--release"),
+        (GIT_DIFF.replace("src/toy/__init__.py", "src/toy/unknown.py"), "changes no file that toy ships"),
+        ("hello\n", "holds no unified diff"),
+        ("", "holds no unified diff"),
+        (GIT_DIFF.replace("@@ -1,2 +1,2 @@", "@@ -1,9 +1,9 @@"), "is not a unified diff|does not apply"),
+        (b"\xff\xfe\x00", "is not a unified diff"),
+    ],
+)
+def test_a_diff_that_does_not_apply_is_one_sentence(site, tmp_path, content, said):
+    patch = tmp_path / "pr.diff"
+    patch.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match=said) as caught:
+        apply_patch(patch, "toy", site, tmp_path / "overlay")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "overlay").exists()
+
+
+def test_a_diff_cannot_reach_outside(site, tmp_path):
+    patch = tmp_path / "pr.diff"
+    patch.write_text("--- a/toy/../../secret\n+++ b/toy/../../secret\n@@ -0,0 +1 @@\n+x\n")
+    with pytest.raises(UserError):
+        apply_patch(patch, "toy", site, tmp_path / "overlay")
+    assert not (tmp_path / "secret").exists()
+
+
+def test_no_such_distribution(site):
+    assert distribution("Toy", site).version == "1.0"
+    with pytest.raises(UserError, match="holds no installed other"):
+        distribution("other", site)

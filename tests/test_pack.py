@@ -1,0 +1,142 @@
+"""pack.toml is validated with errors that name file and key; every pack keeps the contract."""
+
+import ast
+import re
+import sys
+
+import pytest
+from packaging.requirements import Requirement
+
+from common import attach, lanes, overlay, scaffold
+from common.errors import UserError
+from common.pack import PACKS, all_packs, find, load
+
+GOOD = """
+title = "t"
+package = "toy"
+upstream = "o/r"
+kind = "crash"
+lanes = ["device"]
+pinned = ["1.0"]
+[expected]
+"<2" = { verdict = "REPRODUCED", why = "because" }
+">=2" = { verdict = "ABSENT", why = "because" }
+"""
+
+
+def write(tmp_path, text, name="pack50_toy"):
+    folder = tmp_path / name
+    folder.mkdir()
+    if text is not None:
+        (folder / "pack.toml").write_text(text)
+    return folder
+
+
+def test_a_good_one_is_read(tmp_path):
+    pack = load(write(tmp_path, GOOD))
+    assert (pack.name, pack.package, pack.timeout) == ("pack50", "toy", 180)
+    assert pack.expectation("1.5").outcome == "REPRODUCED"
+    assert pack.expectation("2.0rc1") is None  # PEP 440: a candidate of the boundary is in neither range
+    assert pack.expectation("3.0.dev1").outcome == "ABSENT"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('title = "t"', "", "'title' is missing"),
+        ('title = "t"', "title = 3", "'title' must be of type str, not int"),
+        ('kind = "crash"', 'kind = "cosmic"', "'kind' must be one of"),
+        ('pinned = ["1.0"]', 'pinned = ["one"]', "not a version"),
+        ('pinned = ["1.0"]', "pinned = [1.0]", "list of strings"),
+        ('pinned = ["1.0"]', 'pinned = ["1.0"]\ntimeout = 0', "greater than 0"),
+        ('pinned = ["1.0"]', 'pinned = ["1.0"]\ntimeout = true', "'timeout' must be"),
+        ('pinned = ["1.0"]', 'pinned = ["1.0"]\nrequires = ["torch=="]', "invalid requirement"),
+        ('pinned = ["1.0"]', 'pinned = ["1.0"]\npinnned = []', "'pinnned' is not a known key"),
+        ('pinned = ["1.0"]', 'pinned = ["1.0"]\nvariants = { A = [] }', "'variants'"),
+        ('"<2" =', '"lower than 2" =', "not a version specifier"),
+        ('"<2" = { verdict = "REPRODUCED", why = "because" }', '"<2" = "REPRODUCED"', "must be a table"),
+        ('"<2" = { verdict = "REPRODUCED"', '"<2" = { verdict = "BROKEN"', "must start with one of"),
+        ('"<2" = { verdict = "REPRODUCED"', '"<2" = { verdict = "ERROR"', "must start with one of"),
+        ('"<2" = { verdict = "REPRODUCED"', '"<2" = { verdict = "UNTESTABLE"', "must say why"),
+        ('"<2" =', '"<1" =', "which no \\[expected\\] range holds"),
+        ('"<2" =', '"<=2" =', None),
+        ("title", "title title", "not valid TOML"),
+    ],
+)
+def test_a_bad_one_is_refused_by_file_and_key(tmp_path, old, new, said):
+    folder = write(tmp_path, GOOD.replace(old, new, 1))
+    if said is None:  # ranges that overlap are found when a release falls into both
+        with pytest.raises(UserError, match="more than one"):
+            load(folder).expectation("2")
+        return
+    with pytest.raises(UserError, match=said) as caught:
+        load(folder)
+    assert "pack50_toy/pack.toml" in str(caught.value)
+
+
+def test_no_file_and_no_pack(tmp_path):
+    with pytest.raises(UserError, match=r"pack50_toy/pack\.toml cannot be read"):
+        load(write(tmp_path, None))
+    with pytest.raises(UserError, match="There is no pack '77'"):
+        find("77")
+    assert find("9") == find("pack09") == find("pack09_liger_reduction_none")
+
+
+def imported(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield (node.module or "").partition(".")[0]
+
+
+def check_contract(folder):
+    """What every pack keeps, a new one included."""
+    pack = load(folder)
+    script = pack.script.read_text()
+    metadata = re.search(r"^# /// script\n((?:#.*\n)+)# ///$", script, re.MULTILINE)
+    assert metadata, "repro.py runs alone: it needs a PEP 723 header"
+    needs = [Requirement(r) for r in re.findall(r'"([^"]+)"', metadata[1].partition("dependencies")[2])]
+    assert pack.package in [r.name for r in needs]
+    pins = {Requirement(r).name: str(Requirement(r).specifier) for r in pack.requires}
+    for requirement in needs:
+        if requirement.name in ("torch", "triton"):
+            assert str(requirement.specifier) == pins.get(requirement.name), "the header and pack.toml pin the same"
+    own = {pack.package.replace("-", "_"), "torch", "numpy", "triton"}
+    assert set(imported(pack.script)) <= own | set(sys.stdlib_module_names), "repro.py imports nothing of ours"
+    assert all(lane in lanes.known() for lane in pack.lanes)
+    fix = overlay.load_fix(pack.fix)
+    names = [t.name for transforms in fix.values() for t in transforms]
+    assert len(names) == len(set(names))
+    assert all(names)
+    readme = (folder / "README.md").read_text()
+    for heading in ("Trigger", "Fix", "Scope claimed", "Scope NOT claimed"):
+        assert attach.section(readme, heading), f"README.md needs a section '## {heading}'"
+    assert readme.splitlines()[2].startswith("**"), "README.md starts with one bold line: the verdict"
+
+
+@pytest.mark.parametrize("pack", all_packs(), ids=lambda pack: pack.name)
+def test_every_pack_keeps_the_contract(pack):
+    check_contract(pack.folder)
+
+
+def test_a_new_pack_keeps_the_contract(tmp_path):
+    files = scaffold.new_pack(21, "mimo_reduce", "mamba-ssm", tmp_path)
+    assert {path.name for path in files} == {"repro.py", "fix.py", "pack.toml", "README.md"}
+    check_contract(tmp_path / "pack21_mimo_reduce")
+
+
+@pytest.mark.parametrize(
+    ("number", "slug", "package", "said"),
+    [
+        (0, "x", "toy", "two digits"),
+        (100, "x", "toy", "two digits"),
+        (21, "Bad-Slug", "toy", "not a slug"),
+        (21, "../x", "toy", "not a slug"),
+        (21, "x", "no such name!", "not a package"),
+        (9, "again", "toy", "taken by pack09"),
+    ],
+)
+def test_a_new_pack_refuses(number, slug, package, said):
+    with pytest.raises(UserError, match=said):
+        scaffold.new_pack(number, slug, package, PACKS)

@@ -1,0 +1,138 @@
+"""Pack 09 on real releases: it is right, and breaking its fix or its trigger turns it red."""
+
+import json
+import os
+import shutil
+import subprocess
+from dataclasses import replace
+
+import pytest
+from packaging.version import Version
+
+from common import lanes, receipt, releases, runner
+from common.pack import find, load
+
+pytestmark = pytest.mark.network
+PACK = find("pack09")
+
+
+@pytest.fixture(scope="module")
+def known():
+    return {r.version: r for r in releases.releases(PACK.package, runner.CACHE)[0]}
+
+
+def run(tmp_path, known, version, **changes):
+    pack = changes.pop("pack", PACK)
+    plan = runner.Plan(pack=pack, lane="triton-interpreter", results=tmp_path, machine="here", **changes)
+    return runner.run_all(plan, [known[version]], jobs=1)
+
+
+def facts(row):
+    return receipt.read(row.receipt)["predicate"]["reproducer"]
+
+
+def test_the_last_wrong_release_and_the_first_right_one(tmp_path, known):
+    wrong = run(tmp_path, known, "0.8.1")
+    assert [str(row.verdict) for row in wrong] == ["REPRODUCED", "ABSENT"]
+    assert all(row.as_expected and row.verdict.evidence == "interpreter" and len(row.verdict.proofs) == 3 for row in wrong)
+    before, after = (facts(row)["metrics"] for row in wrong)
+    assert before["mean_sha256"] == after["mean_sha256"]
+    assert before["sum_sha256"] == after["sum_sha256"]
+    right = run(tmp_path, known, "0.8.2")
+    assert [row.verdict.outcome for row in right] == ["ABSENT", "NOTHING_TO_PATCH"]
+    # The subject of a receipt is the very file that the index publishes.
+    assert receipt.read(right[0].receipt)["subject"][0]["digest"] == {"sha256": known["0.8.2"].sha256}
+
+
+@pytest.mark.parametrize("version", ["0.5.4", "0.7.0"])
+@pytest.mark.parametrize("transform", ["parameter", "weigh", "options", "save", "recompute"])
+def test_the_fix_without_one_of_its_transforms_is_red(tmp_path, known, version, transform):
+    unpatched, patched = run(tmp_path, known, version, drop=transform)
+    assert unpatched.as_expected
+    assert not patched.as_expected
+    assert patched.verdict.outcome == "CHANGED"
+
+
+def test_a_trigger_that_does_not_trigger_is_red(tmp_path, known):
+    """With weights that are all one, and a mask of ones, the wrong backward is right by coincidence."""
+    folder = tmp_path / PACK.folder.name
+    shutil.copytree(PACK.folder, folder)
+    script = folder / "repro.py"
+    text = script.read_text()
+    blunt = text.replace("weight[0] = 2.0 ", "weight[:] = 1.0 ").replace("mask[0] = 0.0", "mask[:] = 1.0")
+    assert blunt.count("[:] = 1.0") == 2
+    script.write_text(blunt)
+    unpatched, patched = run(tmp_path / "results", known, "0.7.0", pack=load(folder))
+    assert unpatched.verdict.outcome == "ABSENT"
+    assert not unpatched.as_expected
+    assert not patched.as_expected
+
+
+def test_every_combination_of_options_is_cured_and_mean_and_sum_are_the_same_bytes(tmp_path, known):
+    rows = run(tmp_path, known, "0.7.0", arguments=PACK.variants["sweep"], variant="sweep")
+    assert [str(row.verdict) for row in rows] == ["REPRODUCED", "ABSENT"]
+    before, after = (facts(row)["metrics"] for row in rows)
+    digests = [name for name in before if "sha256" in name]
+    assert len(digests) == 2 + 2 * 48
+    assert all(before[name] == after[name] for name in digests)
+
+
+def test_expected_holds_every_release_on_the_index_just_once(known):
+    assert len(known) >= 35
+    for version in known:
+        assert PACK.expectation(version) is not None, version
+    outcomes = [PACK.expectation(str(v)).outcome for v in sorted(map(Version, known))]
+    changes = [a for a, b in zip(outcomes, [*outcomes[1:], None], strict=True) if a != b]
+    assert changes == ["UNTESTABLE", "CHANGED", "REPRODUCED", "CHANGED", "REPRODUCED", "ABSENT"]
+
+
+def test_receipts_of_every_release_are_stored_and_show_what_is_expected(known):
+    """Recording is not approval: what was seen is compared here with what the pack holds."""
+    seen = {}
+    for path in receipt.stored(runner.RESULTS, PACK):
+        document = receipt.read(path)
+        receipt.read_log(path, document)
+        found = document["predicate"]["reproducer"]
+        assert not receipt.is_stale(document, PACK, lanes.files(found["lane"])), f"{path} is stale"
+        if document["subject"][0]["digest"].get("sha256"):
+            assert document["subject"][0]["digest"]["sha256"] == known[found["version"]].sha256
+        if not found["variant"] and found["side"] == "unpatched":
+            seen.setdefault(found["evidence"] if found["evidence"] != "none" else found["lane"], {})[found["version"]] = found
+    for version in known:
+        for evidence in ("interpreter", "device:sm_90"):
+            lane = {"interpreter": "triton-interpreter", "device:sm_90": "device"}[evidence]
+            found = seen.get(evidence, {}).get(version) or seen.get(lane, {}).get(version)
+            assert found, f"no receipt of {version} at {evidence}"
+            wanted = PACK.expectation(version).verdict
+            assert wanted in (found["outcome"], f"{found['outcome']}: {found['reason']}"), version
+
+
+def test_the_script_runs_alone_anywhere(tmp_path, known):
+    import uv
+
+    from common.environment import _uv_env
+
+    script = tmp_path / "anywhere" / "repro.py"
+    script.parent.mkdir()
+    shutil.copy(PACK.script, script)
+    command = [uv.find_uv_bin(), "run", "--no-project", str(script)]
+    done = subprocess.run(command, cwd=script.parent, env={**os.environ, **_uv_env()}, capture_output=True, text=True)
+    assert done.returncode == 10, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "BUG_REPRODUCED"
+    assert json.loads(lines[-2])["verdict"] == "REPRODUCED"
+
+
+def test_a_wheel_that_the_index_did_not_publish_is_refused(tmp_path, known):
+    other = replace(known["0.6.5"], sha256="0" * 64)
+    plan = runner.Plan(pack=PACK, lane="triton-interpreter", results=tmp_path, machine="here")
+    rows = runner.run_all(plan, [other], jobs=1)
+    assert str(rows[0].verdict) == "UNTESTABLE: install"
+    assert not rows[0].as_expected
+
+
+def test_a_missing_gpu_is_one_sentence(cli):
+    done = cli("run", "pack09", "--release", "0.7.0", "--measure", cache=runner.CACHE)
+    assert done.returncode == 2
+    assert "--measure needs a GPU" in done.stderr
+    assert "Traceback" not in done.stderr + done.stdout

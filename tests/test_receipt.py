@@ -1,0 +1,152 @@
+"""Receipts are whole or not there, say what they are, and are refused in one sentence when they are not sound."""
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+from conftest import FACTS, make_log
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from common import lanes, receipt
+from common.errors import UserError
+from common.grade import grade
+from common.pack import find
+
+
+def folder_state(folder):
+    """What a reader finds: every receipt that is there, with its log, sound."""
+    found = {}
+    for path in sorted(folder.rglob("liger*.json")):
+        document = receipt.read(path)
+        found[path.name] = receipt.read_log(path, document)
+    return found
+
+
+def test_round_trip(tmp_path, store):
+    path = store(tmp_path)
+    document = receipt.read(path)
+    assert document["predicate"]["reproducer"]["outcome"] == "REPRODUCED"
+    assert document["subject"][0]["uri"] == "pkg:pypi/liger-kernel@0.7.0"
+    assert str(grade(receipt.read_log(path, document))) == "REPRODUCED"
+    assert json.loads((tmp_path / "test-machine" / "machine.json").read_text())["schema"] == receipt.SCHEMA
+
+
+def test_a_second_run_replaces_the_pair_and_leaves_nothing_over(tmp_path, store):
+    first = store(tmp_path, log=make_log({**FACTS, "version": "1.0"}))
+    second = store(tmp_path)
+    assert first == second
+    assert len(list(second.parent.iterdir())) == 2
+
+
+def test_sides_and_versions_do_not_delete_each_others_logs(tmp_path, store):
+    for version in ("0.5.1", "0.5.10"):
+        for side in ("unpatched", "patched"):
+            store(tmp_path, version=version, side=side)
+    store(tmp_path, version="0.5.1")
+    assert len(folder_state(tmp_path)) == 4
+
+
+@pytest.mark.parametrize("step", range(4))
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")], ids=["kill", "disk"])
+def test_stopped_at_any_step_the_old_pair_or_the_new_one_is_whole(tmp_path, store, monkeypatch, step, error):
+    store(tmp_path)
+    before = folder_state(tmp_path)
+    new_log = make_log({**FACTS, "version": "0.7.0", "metrics": {"new": 1}}).replace('"version": "1.0"', '"version": "0.7.0"')
+    calls = 0
+    replace, fsync = Path.replace, receipt.write_atomically.__globals__["os"].fsync
+
+    def count(real):
+        def wrapped(*arguments):
+            nonlocal calls
+            calls += 1
+            if calls == step + 1:
+                raise error
+            return real(*arguments)
+
+        return wrapped
+
+    monkeypatch.setattr(Path, "replace", count(replace))
+    monkeypatch.setattr("common.files.os.fsync", count(fsync))
+    with pytest.raises((KeyboardInterrupt, UserError)) as caught:
+        store(tmp_path, log=new_log)
+    monkeypatch.undo()
+    if isinstance(error, OSError):
+        assert "No space left" in str(caught.value)
+    assert folder_state(tmp_path) == before
+    assert not list(tmp_path.rglob("*.tmp"))
+    store(tmp_path, log=new_log)
+    assert folder_state(tmp_path) == {"liger-kernel-0.7.0.unpatched.json": new_log}
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path, store, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("common.files.tempfile.mkstemp", refuse)
+    with pytest.raises(UserError, match="--results"):
+        store(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda text: text[: len(text) // 2], "not whole JSON"),
+        (lambda text: "", "not whole JSON"),
+        (lambda text: "[]", "not valid"),
+        (lambda text: text.replace('"schema": 1', '"schema": 2'), "update the checkout"),
+        (lambda text: text.replace('"outcome": "REPRODUCED"', '"outcome": "PERFECT"'), "outcome"),
+        (lambda text: text.replace('"evidence": "interpreter"', '"evidence": "none"'), "not valid"),
+        (lambda text: text.replace('"agreement"', '"agreememt"'), "not valid"),
+        (lambda text: text.replace('"side": "unpatched"', '"side": "unpatched", "user": "me"'), "user"),
+    ],
+)
+def test_a_damaged_receipt_is_refused(tmp_path, store, damage, said):
+    path = store(tmp_path)
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(UserError, match=said) as caught:
+        receipt.read(path)
+    assert path.name in str(caught.value)
+
+
+@given(st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+def test_any_cut_of_a_receipt_is_refused_in_a_sentence(tmp_path, store, data):
+    path = store(tmp_path)
+    text = path.read_text()
+    path.write_text(text[: data.draw(st.integers(0, len(text) - 3))])
+    with pytest.raises(UserError):
+        receipt.read(path)
+
+
+def test_an_edited_log_is_noticed(tmp_path, store):
+    path = store(tmp_path)
+    document = receipt.read(path)
+    log = path.parent / document["predicate"]["reproducer"]["log"]["name"]
+    log.write_text(log.read_text().replace("0.5", "0.0"))
+    with pytest.raises(UserError, match="sha256 differs"):
+        receipt.read_log(path, document)
+    log.unlink()
+    with pytest.raises(UserError, match="cannot be read"):
+        receipt.read_log(path, document)
+
+
+def test_stale_means_the_files_changed(tmp_path, store):
+    pack, files = find("pack09"), lanes.files("triton-interpreter")
+    assert not receipt.is_stale(receipt.read(store(tmp_path)), pack, files)
+    assert receipt.is_stale(receipt.read(store(tmp_path, stale=True)), pack, files)
+
+
+def test_the_fix_does_not_decide_the_unpatched_side():
+    pack = find("pack09")
+    assert "fix.py" in pack.hashes("patched")
+    assert "fix.py" not in pack.hashes("unpatched")
+
+
+def test_the_machines_name_is_no_host_name():
+    import re
+    import socket
+
+    assert re.fullmatch(r"[a-z0-9_-]+", receipt.machine_name())
+    assert socket.gethostname() not in receipt.machine_name()

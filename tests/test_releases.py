@@ -1,0 +1,145 @@
+"""Which releases there are, with the network, without it, and with nonsense for an answer."""
+
+import json
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common import releases
+from common.errors import UserError
+from common.pack import find
+from common.releases import FRESH, Release, choose
+
+KNOWN = [
+    Release(version=v, file=f"toy-{v}.whl", sha256="0" * 64) for v in ("0.5.2", "0.5.9", "0.5.10", "0.6.5", "0.7.0", "0.8.2")
+]
+
+
+@pytest.fixture
+def index(monkeypatch):
+    """The package index, answering with `KNOWN` until it is told to fail."""
+
+    class Index:
+        asked = 0
+        error = None
+
+        def __call__(self, package):
+            self.asked += 1
+            if self.error:
+                raise UserError(self.error)
+            return KNOWN
+
+    index = Index()
+    monkeypatch.setattr(releases, "_ask", index)
+    return index
+
+
+def versions(wanted, cache):
+    return [r.version for r in choose(find("pack09"), wanted, cache)[0]]
+
+
+def test_choices(index, tmp_path):
+    assert versions(None, tmp_path) == versions("pinned", tmp_path) == ["0.7.0", "0.8.2"]
+    assert versions("all", tmp_path) == [r.version for r in KNOWN]
+    assert versions("0.6.5", tmp_path) == ["0.6.5"]
+    assert versions("0.6.5, 0.7.0 ,0.6.5", tmp_path) == ["0.6.5", "0.7.0"]
+    assert versions(">=0.5.9,<0.7", tmp_path) == ["0.5.9", "0.5.10", "0.6.5"]
+    assert versions("0.8.2,>=0.5.9,<0.6", tmp_path) == ["0.8.2", "0.5.9", "0.5.10"]
+    assert index.asked == 1
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        ("0.6.6", "has no release 0.6.6 on the index; the newest are"),
+        ("latest", "neither a version nor a specifier"),
+        (">=9", "No release matches"),
+        (">=x", "not a version specifier"),
+        (",", "No release was named"),
+        ("", "No release was named"),
+    ],
+)
+def test_a_release_that_is_not_there_is_one_sentence(index, tmp_path, wanted, said):
+    with pytest.raises(UserError, match=said):
+        choose(find("pack09"), wanted, tmp_path)
+
+
+@given(st.text(max_size=30))
+def test_any_wish_is_met_or_refused_in_a_sentence(tmp_path_factory, text):
+    cache = tmp_path_factory.getbasetemp()
+    (cache / "index").mkdir(exist_ok=True)
+    (cache / "index" / "liger-kernel.json").write_text(json.dumps([{"version": "0.7.0", "file": "f", "sha256": "0"}]))
+    try:
+        chosen, _ = choose(find("pack09"), text, cache)
+    except UserError as error:
+        assert "\n" not in str(error) or "\n" in text
+    else:
+        assert chosen
+
+
+def test_offline_the_last_answer_stands_in_and_says_so(index, tmp_path):
+    choose(find("pack09"), "all", tmp_path)
+    old = (tmp_path / "index" / "liger-kernel.json").stat().st_mtime - FRESH - 1
+    os.utime(tmp_path / "index" / "liger-kernel.json", (old, old))
+    index.error = "The package index did not answer."
+    chosen, warnings = choose(find("pack09"), "all", tmp_path)
+    assert len(chosen) == len(KNOWN)
+    assert "did not answer" in warnings[0]
+    assert "Going by the list of" in warnings[0]
+
+
+def test_offline_with_nothing_known_the_pinned_are_run_and_others_refused(index, tmp_path):
+    index.error = "The package index did not answer."
+    chosen, warnings = choose(find("pack09"), None, tmp_path)
+    assert [r.version for r in chosen] == ["0.7.0", "0.8.2"]
+    assert "pinned releases" in warnings[0]
+    with pytest.raises(UserError, match="did not answer"):
+        choose(find("pack09"), "all", tmp_path)
+
+
+@pytest.mark.parametrize("garbage", ["", "{", "[]", "[1]", '[{"version": 1}]', '"x"', "null"])
+def test_a_cache_that_is_not_whole_is_asked_again(index, tmp_path, garbage):
+    (tmp_path / "index").mkdir()
+    (tmp_path / "index" / "liger-kernel.json").write_text(garbage)
+    assert len(choose(find("pack09"), "all", tmp_path)[0]) == len(KNOWN)
+    assert index.asked == 1
+
+
+def test_a_cache_from_the_future_is_asked_again(index, tmp_path):
+    choose(find("pack09"), "all", tmp_path)
+    future = (tmp_path / "index" / "liger-kernel.json").stat().st_mtime + 10 * FRESH
+    os.utime(tmp_path / "index" / "liger-kernel.json", (future, future))
+    choose(find("pack09"), "all", tmp_path)
+    assert index.asked == 2
+
+
+@pytest.mark.parametrize("answer", [b"", b"<html>", b"\xff\xfe", b"{}", b"<a href='x'>no-such-file</a>"])
+def test_an_index_that_answers_with_nonsense(monkeypatch, tmp_path, answer):
+    import http.server
+    import threading
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("UV_DEFAULT_INDEX", f"http://127.0.0.1:{server.server_port}/simple/")
+        with pytest.raises(UserError, match="package index"):
+            releases.releases("liger-kernel", tmp_path)
+        server.shutdown()
+
+
+def test_no_index_at_all(monkeypatch, tmp_path):
+    monkeypatch.setenv("UV_DEFAULT_INDEX", "http://127.0.0.1:9/simple/")
+    with pytest.raises(UserError, match="is there a network"):
+        releases.releases("liger-kernel", tmp_path)
