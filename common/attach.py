@@ -175,7 +175,9 @@ def _span(values: Iterable[float | None]) -> str:
 def render(pack: Pack, runs: Sequence[Seen], *, template: str | None = None) -> str:
     """The comment's Markdown, at most `LIMIT` characters: logs are cut first, and say so."""
     found = ranges(runs)
-    newest = next((seen for seen in reversed(runs) if seen.facts["outcome"] == "REPRODUCED"), runs[-1])
+    # The release that the text speaks of: the newest wrong one, of those whose log and files are attached where there is one.
+    wrong = [seen for seen in runs if seen.facts["outcome"] == "REPRODUCED"]
+    newest = ([seen for seen in wrong if seen.facts["version"] in pack.pinned] or wrong or list(runs))[-1]
     script = pack.script.read_text(encoding="utf-8")
     readme = (pack.folder / "README.md").read_text(encoding="utf-8")
     environment = jinja2.Environment(
@@ -271,12 +273,12 @@ def _files(pack: Pack, runs: Sequence[Seen], folder: Path) -> list[Path]:
     for seen in pinned:
         files += [(seen.path.name, seen.path.read_text(encoding="utf-8")), (seen.facts["log"]["name"], seen.log)]
         if patch := seen.facts["patch"]:
-            diff = CACHE / "diffs" / patch["name"]
+            diff = CACHE / "diffs" / f"{patch['sha256']}.diff"
             if not diff.is_file() or hashlib.sha256(diff.read_bytes()).hexdigest() != patch["sha256"]:
                 raise UserError(
                     f"The diff {patch['name']} of the fix is not at hand any more: run 'nox -s {pack.name}' once, it is made there."
                 )
-            files.append((diff.name, diff.read_text(encoding="utf-8")))
+            files.append((patch["name"], diff.read_text(encoding="utf-8")))
     for name, text in files:
         write_atomically(folder / name, scrub(text))
     return [folder / name for name, _ in files]

@@ -8,12 +8,19 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from rich.console import Console
 from rich.text import Text
 
 from common import __version__
 from common.errors import UserError
+from common.files import write_atomically
 from common.pack import Pack, all_packs, find
+
+if TYPE_CHECKING:
+    from common import runner
+    from common.releases import Release
 
 #: Exit codes: every verdict as expected; one is not; the call or its surroundings are wrong; stopped by Ctrl-C.
 OK, SURPRISE, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -44,7 +51,7 @@ def _complain(sentence: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    prog = os.environ.get("REPRODUCER_PROG") or "python -m common"
+    prog = "python -m common"
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Is this upstream bug in that release, and does this fix cure it?",
@@ -55,11 +62,13 @@ def _parser() -> argparse.ArgumentParser:
 
     run = commands.add_parser(
         "run",
+        prog=os.environ.get("REPRODUCER_PROG"),
         help="run a pack on releases of its upstream, unpatched and patched",
         description="Run a pack on releases of its upstream, unpatched and patched, and store a receipt of each run. "
         "Arguments of the pack's own script (--shape, --dtype, …) may follow and are handed to it.",
     )
-    run.add_argument("pack", help="pack09, 09 or 9")
+    # A nox session names the pack itself.
+    run.add_argument("pack", help=argparse.SUPPRESS if "REPRODUCER_PROG" in os.environ else "pack09, 09 or 9")
     which = run.add_mutually_exclusive_group()
     which.add_argument(
         "--releases",
@@ -92,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--results", type=Path, metavar="DIR", help="where receipts go (default: results/)")
     run.add_argument("--machine", metavar="NAME", help="the machine's name in results/ (default: made from what it is)")
     run.add_argument("--proofs", action="store_true", help="print the three proofs of every verdict, however many")
+    run.add_argument("--picture", type=Path, metavar="SVG", help="also save what is printed as a picture")
     run.set_defaults(call=_run)
 
     listing = commands.add_parser("list", help="list the packs")
@@ -99,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
 
     attach = commands.add_parser(
         "attach",
+        prog=os.environ.get("REPRODUCER_PROG"),
         help="write the text and the files to attach to an upstream issue",
         description="Write results/attach/PACK.md from the stored receipts, and beside it the script, the fix's diff and the receipts. It files nothing.",
     )
@@ -115,7 +126,9 @@ def _parser() -> argparse.ArgumentParser:
     attach.add_argument("--results", type=Path, metavar="DIR", help="where receipts are (default: results/)")
     attach.set_defaults(call=_attach)
 
-    new = commands.add_parser("new-pack", help="make the skeleton of a pack that passes the contract tests")
+    new = commands.add_parser(
+        "new-pack", prog=os.environ.get("REPRODUCER_PROG"), help="make the skeleton of a pack that passes the contract tests"
+    )
     new.add_argument("number", type=int, help="two digits that no pack has had, e.g. 21")
     new.add_argument("slug", help="lower-case words joined by underscores, e.g. mimo_reduce")
     new.add_argument("--package", default="example", help="the upstream's name on PyPI")
@@ -125,7 +138,11 @@ def _parser() -> argparse.ArgumentParser:
     tables.add_argument("--check", action="store_true", help="change nothing; exit 1 when one is not up to date")
     tables.set_defaults(call=_tables)
 
-    bench = commands.add_parser("bench", help="measure the runner against doing the same by hand, into docs/benchmarks.md")
+    bench = commands.add_parser(
+        "bench",
+        prog=os.environ.get("REPRODUCER_PROG"),
+        help="measure the runner against doing the same by hand, into docs/benchmarks.md",
+    )
     bench.add_argument("--quick", action="store_true", help="time two releases of the by-hand way instead of five")
     bench.set_defaults(call=_bench)
     return parser
@@ -133,16 +150,17 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace, extra: list[str]) -> int:
     from common import environment, lanes, report, runner
-    from common.releases import Release, choose
 
     pack = find(options.pack)
     if options.jobs is not None and options.jobs < 1:
         raise UserError(f"--jobs {options.jobs} is not a number of at least 1.")
+    if options.machine is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", options.machine):
+        raise UserError(f"--machine {options.machine} is no name for a folder: letters, digits, '.', '_' and '-' only.")
     if options.patch is not None and options.without is not None:
         raise UserError("--without leaves out a part of the pack's own fix; it has no meaning beside --patch.")
     variant, arguments = _arguments(pack, options.variant, extra)
     lane = lanes.choose(pack, options.lane)
-    out = report.console()
+    out = report.console(record=options.picture is not None)
     # The self-test's receipts are about the harness and say nothing of a release.
     results = options.results or (runner.CACHE / "selftest" if pack.kind == "selftest" else runner.RESULTS)
     review = options.patch is not None or options.without is not None
@@ -164,29 +182,13 @@ def _run(options: argparse.Namespace, extra: list[str]) -> int:
         results=results,
         **({"machine": options.machine} if options.machine else {}),
     )
-    chosen: list[Release]
-    warnings: list[str] = []
-    if pack.wheels is not None and not plan.here:
-        built = runner.built_wheels(pack, plan.cache)
-        wanted = list(pack.pinned) if options.releases in (None, "pinned", "all") else options.releases.split(",")
-        if unknown := [version for version in wanted if version not in built]:
-            raise UserError(f"{pack.package} has no release {unknown[0]}; there are {', '.join(built)}.")
-        chosen = [Release(version=version, file=built[version].name, sha256="") for version in wanted]
-    elif plan.wheels:
-        chosen = [Release(version=version, file=wheel.name, sha256="") for version, wheel in plan.wheels.items()]
-    elif plan.here or plan.release_path:
-        if options.releases:
-            raise UserError(
-                "--here runs the one release that is there: give others with --wheel or --release-path, not with --releases."
-            )
-        there = environment.here(pack.package, plan.cache, release_path=plan.release_path)
-        chosen = [Release(version=there.version, file="", sha256="")]
-    else:
-        with report.waiting(f"{pack.name}: asking the package index for the releases of {pack.package}", out):
-            chosen, warnings = choose(pack, options.releases, plan.cache)
+    chosen, warnings = _releases(plan, options.releases, out)
     for warning in warnings:
         out.print(Text(warning, "yellow"))
     out.print(f"{pack.name} · {pack.title}", markup=False, style="bold")
+    if not (plan.here or plan.release_path or environment.has_base(pack.requires, plan.cache)):
+        with report.waiting(f"installing {', '.join(pack.requires) or 'nothing'} once, for every release to share", out):
+            environment.base(pack.requires, plan.cache)
     out.print(
         f"{len(chosen)} release(s) of {pack.package}, both sides, lane {lane}, {min(jobs, len(chosen))} at a time",
         markup=False,
@@ -202,7 +204,36 @@ def _run(options: argparse.Namespace, extra: list[str]) -> int:
         out.print(line)
     if not surprising:
         out.print(Text("✓ Every verdict is what the pack expects.", "green"))
+    if options.picture is not None:
+        svg = out.export_svg(title=f"nox -s {pack.name}")
+        # A picture that opens without a network: the viewer's own fixed-width font serves.
+        write_atomically(options.picture, re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL))
     return SURPRISE if surprising else OK
+
+
+def _releases(plan: runner.Plan, wanted: str | None, out: Console) -> tuple[list[Release], list[str]]:
+    """The releases to run, and warnings: from wheels, from where one is installed, or from the index."""
+    from common import environment, report, runner
+    from common.releases import Release, choose
+
+    pack = plan.pack
+    if plan.wheels:
+        return [Release(version=version, file=wheel.name, sha256="") for version, wheel in plan.wheels.items()], []
+    if plan.here or plan.release_path:
+        if wanted:
+            raise UserError(
+                "--here runs the one release that is there: give others with --wheel or --release-path, not with --releases."
+            )
+        there = environment.here(pack.package, plan.cache, release_path=plan.release_path)
+        return [Release(version=there.version, file="", sha256="")], []
+    if pack.wheels is not None:
+        built = runner.built_wheels(pack, plan.cache)
+        names = list(pack.pinned) if wanted in (None, "pinned", "all") else str(wanted).split(",")
+        if unknown := [version for version in names if version not in built]:
+            raise UserError(f"{pack.package} has no release {unknown[0]}; there are {', '.join(built)}.")
+        return [Release(version=version, file=built[version].name, sha256="") for version in names], []
+    with report.waiting(f"{pack.name}: asking the package index for the releases of {pack.package}", out):
+        return choose(pack, wanted, plan.cache)
 
 
 def _arguments(pack: Pack, variant: str | None, extra: Sequence[str]) -> tuple[str, tuple[str, ...]]:

@@ -142,8 +142,8 @@ def made(
     if wheel is not None:
         sha256, version = read_wheel(wheel, package)
         file = wheel.name
-    base = _base(requires, cache_dir)
-    place = cache_dir / "envs" / f"{package}-{version}-{(sha256 or 'nohash')[:12]}-{base.name[-12:]}"
+    under = base(requires, cache_dir)
+    place = cache_dir / "envs" / f"{package}-{version}-{(sha256 or 'nohash')[:12]}-{under.name[-12:]}"
     stamp = place / "reproducer.json"
     with _locked(place):
         if not stamp.is_file():
@@ -159,28 +159,27 @@ def made(
                 )
             if done.returncode:
                 raise InstallError(_why(done))
-            (_site(place) / "_base.pth").write_text(f"{_site(base)}\n", encoding="utf-8")
+            (_site(place) / "_base.pth").write_text(f"{_site(under)}\n", encoding="utf-8")
             write_atomically(stamp, json.dumps({"package": package, "version": version, "file": file, "sha256": sha256}))
     return Environment(
         python=_python(place),
         site=_site(place),
-        path=(_site(place), _site(base)),
+        path=(_site(place), _site(under)),
         version=version,
         file=file,
         sha256=sha256,
     )
 
 
-def _base(requires: Sequence[str], cache_dir: Path) -> Path:
-    """The base layer for these pins; made once."""
-    key = "\n".join([platform.python_version(), platform.machine(), *requires])
-    place = (
-        cache_dir
-        / "bases"
-        / f"python{sys.version_info.major}.{sys.version_info.minor}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
-    )
+def has_base(requires: Sequence[str], cache_dir: Path) -> bool:
+    return (_base_place(requires, cache_dir) / "reproducer.json").is_file()
+
+
+def base(requires: Sequence[str], cache_dir: Path) -> Path:
+    """The base layer for these pins; made once, which takes minutes where torch has to be fetched."""
+    place = _base_place(requires, cache_dir)
     with _locked(place):
-        if (place / "reproducer.json").is_file():
+        if has_base(requires, cache_dir):
             return place
         _venv(place)
         if requires:
@@ -192,6 +191,11 @@ def _base(requires: Sequence[str], cache_dir: Path) -> Path:
                 )
         write_atomically(place / "reproducer.json", json.dumps({"requires": list(requires)}))
     return place
+
+
+def _base_place(requires: Sequence[str], cache_dir: Path) -> Path:
+    digest = hashlib.sha256("\n".join([platform.python_version(), platform.machine(), *requires]).encode()).hexdigest()
+    return cache_dir / "bases" / f"python{sys.version_info.major}.{sys.version_info.minor}-{digest[:12]}"
 
 
 def _venv(place: Path) -> None:

@@ -221,7 +221,7 @@ def _weighed(outcome: str, evidence: str, origin: str, facts: dict[str, Any], se
         control_error=control,
         proofs={
             "trigger": f"{len(triggers)} trigger comparison(s) ran on {origin}",
-            "control": "passed: " + ", ".join(c.name for c in controls),
+            "control": "passed: " + "; ".join(c.name for c in controls),
             "agreement": f"exit {EXIT[outcome]}, JSON {outcome} and {sentinel} agree",
         },
         claims=tuple(c for c in CLAIMS if c in (facts.get("claims") or ())),

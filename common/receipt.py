@@ -54,6 +54,7 @@ def statement(
     verdict: Verdict,
     *,
     environment: Environment | None,
+    subject: Mapping[str, Any],
     lane: str,
     hashes: Mapping[str, str],
     command: list[str],
@@ -66,18 +67,9 @@ def statement(
 ) -> dict[str, Any]:
     """The receipt of one run, ready to be written; everything in it is already free of private words."""
     installed = environment.distributions() if environment else []
-    own = next((d["record_sha256"] for d in installed if d["name"] == cell.dist), "")
-    sha256 = environment.sha256 if environment else ""
     return {
         "_type": STATEMENT,
-        "subject": [
-            {
-                "name": (environment.file if environment else "") or f"{cell.dist}-{cell.version}",
-                "uri": f"pkg:pypi/{cell.dist}@{cell.version}",
-                # Without the wheel at hand, what its RECORD says was installed is all there is to name it by.
-                "digest": {"sha256": sha256} if sha256 else {"record_sha256": own or "0" * 64},
-            }
-        ],
+        "subject": [dict(subject)],
         "predicateType": PREDICATE,
         "predicate": {
             "result": RESULT.get(verdict.outcome, "WARNED"),

@@ -37,10 +37,10 @@ STYLE = {
 PROOFS = 8
 
 
-def console(*, stderr: bool = False) -> Console:
+def console(*, stderr: bool = False, record: bool = False) -> Console:
     """A console whose lines are not folded at 80 columns where there is no terminal to fold them for."""
     stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, width=None if stream.isatty() else 180, highlight=False)
+    return Console(stderr=stderr, width=None if stream.isatty() else 180, highlight=False, record=record)
 
 
 def shown(verdict: Verdict, side: str) -> str:
@@ -67,7 +67,7 @@ def table(rows: Sequence[Row], title: str) -> Table:
     folders = sorted({where(row.receipt.parent) for row in rows})
     found = Table(title=title, title_justify="left", header_style="bold", pad_edge=False)
     found.caption, found.caption_justify = f"receipts in {', '.join(folders)}/", "left"
-    for column in ("release", "side", "verdict", "evidence", "bug error / limit / control error", "s", "receipt"):
+    for column in ("release", "side", "verdict", "evidence", "bug error / limit / control", "s", "receipt"):
         found.add_column(column, justify="right" if column == "s" else "left", overflow="fold")
     for row in rows:
         verdict = row.verdict
@@ -144,7 +144,7 @@ class Follow:
         with self._lock:
             self.count += 1
             label = f"{row.cell.pack} {row.cell.version} {row.cell.side}"
-            self.bar.update(self.task, advance=1, description=label)
+            self.bar.update(self.task, advance=1, description=f"ended: {label}")
             if not self.to.is_terminal:
                 took = f" ({row.seconds:.1f} s)" if row.ran else ""
                 self.to.print(f"[{self.count}/{self.total}] {label}: {shown(row.verdict, row.cell.side)}{took}", markup=False)

@@ -64,6 +64,7 @@ class Row:
     receipt: Path
     log: str
     ran: bool
+    environment: Environment | None
 
     @property
     def as_expected(self) -> bool:
@@ -89,9 +90,9 @@ def run_all(plan: Plan, chosen: Sequence[Release], *, jobs: int, done: Callable[
 
 
 def _both_sides(plan: Plan, release: Release, done: Callable[[Row], None]) -> list[Row]:
-    unpatched = _side(plan, release, "unpatched", None)
+    unpatched = _side(plan, release, "unpatched")
     done(unpatched)
-    patched = _side(plan, release, "patched", unpatched.verdict)
+    patched = _side(plan, release, "patched", unpatched)
     done(patched)
     return [unpatched, patched]
 
@@ -112,7 +113,7 @@ def expected(plan: Plan, version: str, side: str) -> tuple[str, str]:
     return expectation.verdict, expectation.why
 
 
-def _side(plan: Plan, release: Release, side: str, before: Verdict | None) -> Row:
+def _side(plan: Plan, release: Release, side: str, before: Row | None = None) -> Row:
     cell = Cell(pack=plan.pack.name, dist=plan.pack.package, version=release.version, side=side, variant=plan.variant)
     started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     plan.cache.mkdir(parents=True, exist_ok=True)
@@ -121,14 +122,17 @@ def _side(plan: Plan, release: Release, side: str, before: Verdict | None) -> Ro
         for folder in ("overlay", "home", "tmp"):
             (place / folder).mkdir()
         attempt = _Attempt(plan, release, cell, place)
-        ended, output = attempt.closing(before)
+        ended, output = attempt.closing(before.verdict if before else None)
     verdict_log = attempt.log(output, ended)
     verdict = grade(verdict_log)
     name, sha256 = receipt.log_name(cell, verdict_log)
+    # A side that was not run is still about the same file, in the same environment.
+    environment = attempt.environment or (before.environment if before else None)
     document = receipt.statement(
         cell,
         verdict,
-        environment=attempt.environment,
+        environment=environment,
+        subject=attempt.subject(environment),
         lane=plan.lane,
         hashes=plan.pack.hashes(side, lanes.files(plan.lane)),
         command=attempt.command,
@@ -137,7 +141,7 @@ def _side(plan: Plan, release: Release, side: str, before: Verdict | None) -> Ro
         log_name=name,
         log_sha256=sha256,
         patch=attempt.patch,
-        settings={n: attempt.scrub(v) for n, v in allowed_env(os.environ).items()},
+        settings={n: attempt.scrub(v) for n, v in allowed_env(attempt.env).items()},
     )
     path = receipt.write(plan.results, cell, verdict_log, document, machine=plan.machine)
     wanted, why = expected(plan, release.version, side)
@@ -150,6 +154,7 @@ def _side(plan: Plan, release: Release, side: str, before: Verdict | None) -> Ro
         receipt=path,
         log=verdict_log,
         ran=ended.get("stopped") not in ("nothing-to-patch", "skipped"),
+        environment=environment,
     )
 
 
@@ -163,6 +168,7 @@ class _Attempt:
         self.place = place
         self.environment: Environment | None = None
         self.command: list[str] = []
+        self.env: dict[str, str] = {}
         self.patch: dict[str, str] | None = None
         self.scrub = self._scrubber()
 
@@ -177,6 +183,8 @@ class _Attempt:
             if self.cell.side == "patched":
                 self._overlay()
         except InstallError as error:
+            if not self.release.sha256:
+                raise UserError(f"{self.cell.dist} {self.cell.version} cannot be installed: {error}") from error
             return {"exit": None, "stopped": "install", "message": self.scrub(str(error))}, ""
         except AnchorError as error:
             return {"exit": None, "stopped": "anchor", "message": self.scrub(str(error))}, ""
@@ -193,6 +201,21 @@ class _Attempt:
             "cut": ended.cut,
             "stragglers": ended.stragglers,
         }, output
+
+    def subject(self, environment: Environment | None) -> dict[str, Any]:
+        """What the receipt is about: the file of the release, by the hash it was installed with."""
+        cell, release = self.cell, self.release
+        file, sha256 = (environment.file, environment.sha256) if environment else (release.file, release.sha256)
+        if not sha256 and environment is not None:
+            # Without the wheel at hand, what its RECORD says was installed is all there is to name it by.
+            digest = {"record_sha256": environments.record_sha256(overlay.distribution(cell.dist, environment.site))}
+        else:
+            digest = {"sha256": sha256}
+        return {
+            "name": file or f"{cell.dist}-{cell.version}",
+            "uri": f"pkg:pypi/{cell.dist}@{cell.version}",
+            "digest": digest,
+        }
 
     def log(self, output: str, closing: Mapping[str, Any]) -> str:
         plan = self.plan
@@ -212,7 +235,7 @@ class _Attempt:
         wheel = plan.wheels.get(release.version)
         if plan.here or plan.release_path is not None:
             return environments.here(plan.pack.package, plan.cache, wheel=wheel, release_path=plan.release_path)
-        if plan.pack.wheels is not None:
+        if wheel is None and plan.pack.wheels is not None:
             wheel = built_wheels(plan.pack, plan.cache)[release.version]
         return environments.made(
             plan.pack.package,
@@ -235,8 +258,9 @@ class _Attempt:
                 fix = overlay.load_fix(plan.pack.fix)
                 diff = overlay.apply_fix(overlay.drop(fix, plan.drop) if plan.drop else fix, site, self.place / "overlay")
                 name = f"{plan.pack.name}-{self.cell.dist}-{self.cell.version}.diff"
-        write_atomically(plan.cache / "diffs" / name, diff)
-        self.patch = {"name": name, "sha256": hashlib.sha256(diff.encode()).hexdigest()}
+        sha256 = hashlib.sha256(diff.encode()).hexdigest()
+        write_atomically(plan.cache / "diffs" / f"{sha256}.diff", diff)
+        self.patch = {"name": name, "sha256": sha256}
 
     def _run(self) -> Ended:
         assert self.environment is not None
@@ -247,7 +271,7 @@ class _Attempt:
         first = ([str(self.place / "overlay")] if patched else []) + (
             [str(self.environment.site)] if self.environment.on_path else []
         )
-        env = {
+        self.env = {
             **run_env(os.environ),
             # What the active environment was started with has to stay visible to the script, but behind the release.
             "PYTHONPATH": os.pathsep.join(
@@ -266,7 +290,7 @@ class _Attempt:
         with writing(self.place):
             return run(
                 command,
-                env=env,
+                env=self.env,
                 cwd=self.place / "tmp",
                 timeout=plan.pack.timeout,
                 memory=int(plan.pack.memory * 2**30),

@@ -52,6 +52,7 @@ def store():
             cell,
             grade(log),
             environment=None,
+            subject={"name": "wheel", "uri": f"pkg:pypi/{pack.package}@{version}", "digest": {"sha256": "0" * 64}},
             lane="triton-interpreter",
             hashes=hashes,
             command=["python", "<pack>/repro.py"],

@@ -87,6 +87,7 @@ def test_somebody_elses_diff_is_judged_on_both_sides(cli, cache, tmp_path):
         (["run", "pack00", "--without", "plus", "--release", "1.0"], "no transform 'plus'"),
         (["run", "pack00", "--patch", "/nowhere.diff", "--release", "1.0"], "cannot be read"),
         (["run", "pack00", "--patch", "x", "--without", "y"], "has no meaning beside --patch"),
+        (["run", "pack00", "--machine", "../elsewhere"], "is no name for a folder"),
         (["attach", "pack09"], "There is no receipt of pack09"),
         (["new-pack", "9", "again"], "taken by pack09"),
     ],
@@ -187,6 +188,8 @@ def test_a_wheel_at_hand_needs_no_index(cli, cache, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     stored = {p.name: receipt.read(p) for p in (tmp_path / "results").rglob("reproducer-toy*.json")}
     assert len(stored) == 4
+    sides = [stored[f"reproducer-toy-2.0.{side}.json"]["subject"] for side in ("unpatched", "patched")]
+    assert sides[0] == sides[1], "a side with nothing to patch is about the same file"
     subject = stored["reproducer-toy-1.0.unpatched.json"]["subject"][0]
     import hashlib
 
@@ -204,3 +207,16 @@ def test_json_of_a_receipt_is_an_in_toto_statement(cli, cache, tmp_path):
     assert document["predicateType"].endswith("/test-result/v0.1")
     assert document["predicate"]["result"] == "FAILED"
     assert document["predicate"]["reproducer"]["environment"]["distributions"]
+
+
+def test_an_installed_release_is_named_by_its_record(cli, cache, tmp_path):
+    import zipfile
+
+    wheel = next((cache / "built").glob("*/reproducer_toy-1.0-*.whl"))
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    done = cli("run", "pack00", "--release-path", tmp_path / "site", cache=cache)
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = receipt.read(next((tmp_path / "results").rglob("*1.0.patched.json")))
+    assert set(document["subject"][0]["digest"]) == {"record_sha256"}
+    assert document["predicate"]["reproducer"]["patch"]["sha256"]

@@ -1,0 +1,80 @@
+"""What README and docs tell people to type exists, and what exists is told."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from markdown_it import MarkdownIt
+
+from common import tables
+
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("packs/*/README.md"))]
+
+
+def commands():
+    for path in DOCS:
+        for token in MarkdownIt("gfm-like", {"linkify": False}).parse(path.read_text()):
+            if token.type == "fence" and token.info == "console":
+                text = token.content.replace("\\\n", " ")
+                yield from (
+                    (path.name, line[2:].partition("#")[0].strip()) for line in text.splitlines() if line.startswith("$ ")
+                )
+
+
+def help_of(*words):
+    return subprocess.run(
+        [sys.executable, "-m", "common", *words, "--help"], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout
+
+
+def test_every_session_that_is_named_is_there():
+    import runpy
+
+    pytest.importorskip("nox")
+    runpy.run_path(str(ROOT / "noxfile.py"))
+    from nox import registry
+
+    sessions = set(registry.get())
+    named = {re.search(r"nox -s '?([\w()-]+(?:\([\d.]+\))?)", line)[1] for _, line in commands() if "nox -s" in line}
+    assert {"pack09", "tests", "attach", "new-pack"} <= named
+    assert named - {"pack21"} <= sessions
+    readme = (ROOT / "README.md").read_text() + (ROOT / "docs" / "adding-a-pack.md").read_text()
+    for session in ("tests", "attach", "new-pack"):
+        assert f"nox -s {session}" in readme
+
+
+def test_every_option_that_is_named_is_there():
+    known = set(
+        re.findall(r"--[a-z][a-z-]+", "".join(help_of(word) for word in ("run", "attach", "new-pack", "tables", "bench")))
+    )
+    known |= {"--shape", "--dtype", "--target", "--no-deps", "--no-index", "--package"}
+    for name, line in commands():
+        if "common" in line or "nox -s" in line:
+            options = set(re.findall(r"(?<!\S)--[a-z][a-z-]+", line))
+            assert options <= known, f"{name}: {line}"
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_links_and_pictures_lead_somewhere(path):
+    text = path.read_text()
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+        if not target.startswith("http"):
+            assert (path.parent / target).exists(), target
+
+
+def test_generated_tables_are_up_to_date_and_the_check_can_fail(tmp_path):
+    assert tables.update(check=True) == []
+    (tmp_path / "README.md").write_text("<!-- packs -->\nold\n<!-- /packs -->\n")
+    assert tables.update(check=True, root=tmp_path) == ["README.md"]
+    assert "old" in (tmp_path / "README.md").read_text()
+    assert tables.update(root=tmp_path) == ["README.md"]
+    assert "pack09" in (tmp_path / "README.md").read_text()
+
+
+def test_no_upstream_code_is_stored():
+    """Fixes are transforms and diffs are outputs: no file in git is a diff, and none holds a copyright of others."""
+    for path in subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT, check=True).stdout.split():
+        assert Path(path).suffix not in (".diff", ".patch", ".whl", ".gz")
