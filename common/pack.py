@@ -34,6 +34,7 @@ SIDES = ("unpatched", "patched")
 class Expectation:
     """What the releases of one range show, and why."""
 
+    range: str
     specifier: SpecifierSet
     verdict: str
     why: str
@@ -79,7 +80,7 @@ class Pack:
         """The one range that holds ``version``; None when no range does (a release newer than the pack, say)."""
         found = [e for e in self.expected if e.specifier.contains(Version(version), prereleases=True)]
         if len(found) > 1:
-            ranges = ", ".join(f"{e.specifier}" for e in found)
+            ranges = ", ".join(e.range for e in found)
             raise UserError(f"{self.folder.name}/pack.toml: release {version} is in more than one [expected] range: {ranges}.")
         return found[0] if found else None
 
@@ -217,6 +218,8 @@ class _Reader:
             if outcome == "UNTESTABLE" and not reason:
                 raise self.fail(key, "must say why it is untestable, as in 'UNTESTABLE: import'")
             try:
-                yield Expectation(specifier=SpecifierSet(specifier), verdict=value["verdict"], why=value["why"])
+                yield Expectation(
+                    range=specifier, specifier=SpecifierSet(specifier), verdict=value["verdict"], why=value["why"]
+                )
             except InvalidSpecifier as error:
                 raise self.fail(key, "is not a version specifier (PEP 440)") from error

@@ -34,7 +34,7 @@ def pack_table(packs: list[Pack], results: Path) -> str:
     """Packs, what they are about and what the stored receipts say of the newest release."""
     lines = ["| pack | upstream | what breaks | wrong in | newest release seen | evidence |", "|---|---|---|---|---|---|"]
     for pack in packs:
-        wrong = ", ".join(f"`{e.specifier}`" for e in pack.expected if e.outcome == "REPRODUCED")
+        wrong = ", ".join(f"`{e.range}`" for e in pack.expected if e.outcome == "REPRODUCED")
         link = f"[{pack.name}](packs/{pack.folder.name}/README.md)"
         lines.append(f"| {link} | {pack.package} | {pack.title} | {wrong or '–'} | {' | '.join(_newest(pack, results))} |")
     return "\n".join(lines) + "\n"
