@@ -79,6 +79,7 @@ class Range:
     bug: str
     limit: str
     control: str
+    fixed: str
     stale: bool
 
     @property
@@ -132,6 +133,7 @@ def ranges(runs: Iterable[Seen]) -> list[Range]:
         items = list(group)
         sides = [seen for _, both in items for seen in both.values()]
         first = [both["unpatched"].facts for _, both in items if "unpatched" in both]
+        second = [both["patched"].facts for _, both in items if "patched" in both]
         found.append(
             Range(
                 first=items[0][0],
@@ -142,6 +144,7 @@ def ranges(runs: Iterable[Seen]) -> list[Range]:
                 bug=_span(f["bug_error"] for f in first),
                 limit=_span(f["limit"] for f in first),
                 control=_span(f["control_error"] for f in first),
+                fixed=_span(f["bug_error"] for f in second),
                 stale=any(seen.stale for seen in sides),
             )
         )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from common import __version__
@@ -160,7 +160,7 @@ def _run(options: argparse.Namespace, extra: list[str]) -> int:
         raise UserError("--without leaves out a part of the pack's own fix; it has no meaning beside --patch.")
     variant, arguments = _arguments(pack, options.variant, extra)
     lane = lanes.choose(pack, options.lane)
-    out = report.console(record=options.picture is not None)
+    out = report.console()
     # The self-test's receipts are about the harness and say nothing of a release.
     results = options.results or (runner.CACHE / "selftest" if pack.kind == "selftest" else runner.RESULTS)
     review = options.patch is not None or options.without is not None
@@ -195,19 +195,14 @@ def _run(options: argparse.Namespace, extra: list[str]) -> int:
     )
     with report.Follow(2 * len(chosen), out) as follow:
         rows = runner.run_all(plan, chosen, jobs=jobs, done=follow)
-    if options.proofs or len(rows) <= report.PROOFS:
-        for line in report.proofs(rows):
-            out.print(line)
-    out.print(report.table(rows, f"{pack.name} · {pack.package}" + (f" · {variant}" if variant else "")))
     surprising = list(report.surprises(rows))
-    for line in surprising:
-        out.print(line)
-    if not surprising:
-        out.print(Text("✓ Every verdict is what the pack expects.", "green"))
+    parts: list[RenderableType] = [report.proofs(rows)] if options.proofs or len(rows) <= report.PROOFS else []
+    parts.append(report.table(rows, f"{pack.name} · {pack.package}" + (f" · {variant}" if variant else "")))
+    parts += surprising or [Text("✓ Every verdict is what the pack expects.", "green")]
+    for part in parts:
+        out.print(part)
     if options.picture is not None:
-        svg = out.export_svg(title=f"nox -s {pack.name}")
-        # A picture that opens without a network: the viewer's own fixed-width font serves.
-        write_atomically(options.picture, re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL))
+        write_atomically(options.picture, report.picture(parts, f"nox -s {pack.name}"))
     return SURPRISE if surprising else OK
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import re
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -9,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -37,10 +39,10 @@ STYLE = {
 PROOFS = 8
 
 
-def console(*, stderr: bool = False, record: bool = False) -> Console:
+def console(*, stderr: bool = False) -> Console:
     """A console whose lines are not folded at 80 columns where there is no terminal to fold them for."""
     stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, width=None if stream.isatty() else 180, highlight=False, record=record)
+    return Console(stderr=stderr, width=None if stream.isatty() else 180, highlight=False)
 
 
 def shown(verdict: Verdict, side: str) -> str:
@@ -90,18 +92,22 @@ def table(rows: Sequence[Row], title: str) -> Table:
     return found
 
 
-def proofs(rows: Sequence[Row]) -> Iterator[Text]:
-    """The three proofs of each verdict that has them; for a run that was not needed, why."""
+def proofs(rows: Sequence[Row]) -> Table:
+    """The three proofs of each verdict that has them; for a side that was not needed, why."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column()
     for row in rows:
-        head = f"{row.cell.version} {row.cell.side}: {shown(row.verdict, row.cell.side)}"
+        head = f"{row.cell.version} {row.cell.side}"
         if row.verdict.proofs:
-            evidence = row.verdict.evidence
-            yield Text(f"{head} (evidence: {evidence})", "bold")
+            grid.add_row(
+                Text(head, "bold"), Text(f"{shown(row.verdict, row.cell.side)} (evidence: {row.verdict.evidence})", "bold")
+            )
             for i, (name, what) in enumerate(row.verdict.proofs.items(), 1):
-                yield Text(f"  {i}. {name:<10} {what}")
+                grid.add_row(f"  {i}. {name}", Text(what))
         elif row.verdict.outcome == "NOTHING_TO_PATCH":
-            yield Text(head, "bold")
-            yield Text(f"  {row.verdict.reason}, so there is nothing to patch in this release")
+            grid.add_row(Text(head, "bold"), Text(f"nothing to patch: {row.verdict.reason}"))
+    return grid
 
 
 def surprises(rows: Sequence[Row]) -> Iterator[Text]:
@@ -112,6 +118,14 @@ def surprises(rows: Sequence[Row]) -> Iterator[Text]:
             if row.verdict.outcome == "ABSENT" and row.expected == "REPRODUCED":
                 text += ". If upstream fixed it, update [expected] and retire the workaround"
             yield Text(f"✗ {text}.", "red")
+
+
+def picture(parts: Sequence[RenderableType], title: str) -> str:
+    """An SVG of a terminal that shows ``parts``; it opens without a network: the viewer's own fixed-width font serves."""
+    recorder = Console(record=True, width=128, file=io.StringIO(), force_terminal=True, highlight=False)
+    for part in parts:
+        recorder.print(part)
+    return re.sub(r"@font-face \{.*?\}\s*", "", recorder.export_svg(title=title), flags=re.DOTALL)
 
 
 class Follow:

@@ -42,6 +42,7 @@ def test_the_self_test_gives_each_verdict_for_its_reason(cli, cache, tmp_path):
 def test_the_three_proofs_and_the_evidence_are_printed(cli, cache):
     done = cli("run", "pack00", "--release", "1.0", cache=cache)
     assert "BUG_REPRODUCED (evidence: source)" in done.stdout
+    assert "FIX_VALIDATED (evidence: source)" in done.stdout
     for proof in ("1. trigger", "2. control", "3. agreement"):
         assert done.stdout.count(proof) == 2
     assert "reproducer-toy-1.0.patched.json" in done.stdout
