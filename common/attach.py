@@ -279,7 +279,7 @@ def _files(pack: Pack, runs: Sequence[Seen], folder: Path) -> list[Path]:
             diff = CACHE / "diffs" / f"{patch['sha256']}.diff"
             if not diff.is_file() or hashlib.sha256(diff.read_bytes()).hexdigest() != patch["sha256"]:
                 raise UserError(
-                    f"The diff {patch['name']} of the fix is not at hand any more: run 'nox -s {pack.name}' once, it is made there."
+                    f"The diff {patch['name']} of the fix is not at hand: run 'nox -s {pack.name}' once, which makes it."
                 )
             files.append((patch["name"], diff.read_text(encoding="utf-8")))
     for name, text in files:

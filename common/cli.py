@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from common import __version__
-from common.errors import UserError
+from common.errors import UserError, full
 from common.files import write_atomically
 from common.pack import Pack, all_packs, find
 
@@ -36,12 +36,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         _complain(str(error))
         return USAGE
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return OK
+        if not full(error):
+            raise
+        _complain(f"No space left on the disk of {error.filename or 'the cache'}: free some and run again.")
+        return USAGE
     except KeyboardInterrupt:
         _complain("Stopped. Receipts of the runs that had ended are kept; nothing is left running.")
         return INTERRUPTED
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OK
 
 
 def _complain(sentence: str) -> None:

@@ -153,6 +153,8 @@ def made(
             requirement.write_text(f"{wanted} --hash=sha256:{sha256}\n" if sha256 else f"{wanted}\n", encoding="utf-8")
             arguments = ["pip", "install", "--python", str(_python(place)), "--no-deps", "-r", str(requirement)]
             done = _uv([*arguments, "--require-hashes"] if sha256 else arguments)
+            if done.returncode and "No space left" in done.stderr:
+                raise UserError(f"No space left on the disk of {cache_dir}: free some and run again.")
             if done.returncode and _NETWORK.search(done.stderr):
                 raise UserError(
                     f"{wanted} cannot be fetched: {_why(done)} Is there a network? A wheel at hand can be given with --wheel FILE."

@@ -17,13 +17,17 @@ class AnchorError(Exception):
     """A transform did not find the place it changes, or found it more than once, in a release's source."""
 
 
+def full(error: OSError) -> bool:
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn a full disk or a read-only folder, met while writing ``path``, into a `UserError`."""
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if full(error):
             raise UserError(
                 f"No space left on the disk of {path}: free some and run again; nothing half-written was kept."
             ) from error

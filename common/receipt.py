@@ -131,8 +131,15 @@ def write(results: Path, cell: Cell, log: str, receipt: dict[str, Any], *, machi
         write_atomically(described, json.dumps(describe_machine(), indent=1) + "\n")
     log_name = receipt["predicate"]["reproducer"]["log"]["name"]
     path = folder / f"{cell.stem}.json"
-    write_atomically(folder / log_name, log)
-    write_atomically(path, json.dumps(receipt, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+    was_there = (folder / log_name).exists()
+    try:
+        write_atomically(folder / log_name, log)
+        write_atomically(path, json.dumps(receipt, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+    except BaseException:
+        if not was_there:
+            with suppress(OSError):
+                (folder / log_name).unlink()
+        raise
     pattern = re.compile(rf"{re.escape(cell.stem)}\.[0-9a-f]{{12}}\.log")
     for old in folder.glob(f"{cell.stem}.*.log"):
         if pattern.fullmatch(old.name) and old.name != log_name:

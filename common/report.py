@@ -54,6 +54,13 @@ def shown(verdict: Verdict, side: str) -> str:
     return f"{word}: {verdict.reason}" if verdict.reason else word
 
 
+def told(row: Row) -> str:
+    """What a row says of itself: its verdict, or that it did not have to be run."""
+    if row.ran or row.verdict.outcome == "NOTHING_TO_PATCH":
+        return shown(row.verdict, row.cell.side)
+    return f"not run ({row.verdict.outcome})"
+
+
 def number(value: float | None) -> str:
     return "–" if value is None else f"{value:.1e}"
 
@@ -74,16 +81,12 @@ def table(rows: Sequence[Row], title: str) -> Table:
     for row in rows:
         verdict = row.verdict
         mark = Text("✓ ", "green") if row.as_expected else Text("✗ ", "bold red")
-        word = (
-            shown(verdict, row.cell.side)
-            if row.ran or verdict.outcome == "NOTHING_TO_PATCH"
-            else f"not run ({verdict.outcome})"
-        )
         errors = (verdict.bug_error, verdict.limit, verdict.control_error)
         found.add_row(
             row.cell.version,
             row.cell.side,
-            mark + Text(word, "bold red" if not row.as_expected else STYLE.get(verdict.outcome, "red") if row.ran else "dim"),
+            mark
+            + Text(told(row), "bold red" if not row.as_expected else STYLE.get(verdict.outcome, "red") if row.ran else "dim"),
             verdict.evidence if verdict.evidence != "none" else "–",
             " / ".join(map(number, errors)) if any(e is not None for e in errors) else "–",
             f"{row.seconds:.1f}" if row.ran else "–",
@@ -161,7 +164,7 @@ class Follow:
             self.bar.update(self.task, advance=1, description=f"ended: {label}")
             if not self.to.is_terminal:
                 took = f" ({row.seconds:.1f} s)" if row.ran else ""
-                self.to.print(f"[{self.count}/{self.total}] {label}: {shown(row.verdict, row.cell.side)}{took}", markup=False)
+                self.to.print(f"[{self.count}/{self.total}] {label}: {told(row)}{took}", markup=False)
 
 
 @contextmanager

@@ -76,6 +76,7 @@ def test_stopped_at_any_step_the_old_pair_or_the_new_one_is_whole(tmp_path, stor
         assert "No space left" in str(caught.value)
     assert folder_state(tmp_path) == before
     assert not list(tmp_path.rglob("*.tmp"))
+    assert len(list(tmp_path.rglob("*.log"))) == 1
     store(tmp_path, log=new_log)
     assert folder_state(tmp_path) == {"liger-kernel-0.7.0.unpatched.json": new_log}
 
