@@ -77,6 +77,18 @@ def attach(session: nox.Session) -> None:
     runner(session, "attach", *session.posargs)
 
 
+@nox.session(default=False)
+def regrade(session: nox.Session) -> None:
+    """Recompute every verdict from the stored logs, running nothing."""
+    runner(session, "regrade", *session.posargs)
+
+
+@nox.session(default=False)
+def verify(session: nox.Session) -> None:
+    """Check stored receipts: schema, hashes of logs and wheels, nothing private."""
+    runner(session, "verify", *session.posargs)
+
+
 @nox.session(name="new-pack", default=False)
 def new_pack(session: nox.Session) -> None:
     """Make the skeleton of a pack: nox -s new-pack -- 21 slug [--package NAME]."""

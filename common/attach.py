@@ -101,7 +101,11 @@ def write(pack: Pack, results: Path, *, machine: str | None = None, template: st
 def load(pack: Pack, results: Path, machine: str | None) -> list[Seen]:
     """The stored runs of one machine, without variants; by default of the machine with the strongest evidence."""
     by_machine: dict[str, list[Seen]] = {}
-    for path in receipt.stored(results, pack):
+    paths = receipt.stored(results, pack.name)
+    known = {path.parent.parent.name for path in paths}
+    for path in paths:
+        if machine in known and path.parent.parent.name != machine:
+            continue
         document = receipt.read(path)
         facts = document["predicate"]["reproducer"]
         if facts["variant"]:

@@ -143,6 +143,16 @@ def _parser() -> argparse.ArgumentParser:
     tables.add_argument("--check", action="store_true", help="change nothing; exit 1 when one is not up to date")
     tables.set_defaults(call=_tables)
 
+    for name, what in (
+        ("regrade", "recompute every verdict from the stored logs, running nothing, and report differences"),
+        ("verify", "check stored receipts: schema, hashes of logs and wheels, nothing private"),
+    ):
+        audit = commands.add_parser(
+            name, prog=os.environ.get("REPRODUCER_PROG"), help=what, description=f"{what.capitalize()}."
+        )
+        audit.add_argument("--results", type=Path, metavar="DIR", help="where receipts are (default: results/)")
+        audit.set_defaults(call=_audit)
+
     bench = commands.add_parser(
         "bench",
         prog=os.environ.get("REPRODUCER_PROG"),
@@ -297,6 +307,27 @@ def _tables(options: argparse.Namespace, extra: list[str]) -> int:
     for path in stale:
         print(f"{path}: {'not up to date: run python -m common tables' if options.check else 'rewritten'}")
     return SURPRISE if stale and options.check else OK
+
+
+def _audit(options: argparse.Namespace, extra: list[str]) -> int:
+    from common import audit, receipt, report, runner
+
+    out = report.console()
+    paths = receipt.stored(options.results or runner.RESULTS)
+    if not paths:
+        raise UserError(f"There is no receipt in {options.results or runner.RESULTS}.")
+    published = audit.Published(runner.CACHE)
+    look = audit.regrade if options.command == "regrade" else lambda path: audit.verify(path, published)
+    wrong = 0
+    for path, problems in audit.problems(paths, look):
+        wrong += bool(problems)
+        for problem in problems:
+            out.print(Text(f"✗ {report.where(path)}: {problem}", "red"), soft_wrap=True)
+    for warning in published.warnings:
+        out.print(Text(warning, "yellow"))
+    what = "graded differently today" if options.command == "regrade" else "not sound"
+    out.print(f"{len(paths)} receipts, {wrong} {what}.", markup=False)
+    return SURPRISE if wrong else OK
 
 
 def _bench(options: argparse.Namespace, extra: list[str]) -> int:

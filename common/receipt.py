@@ -10,7 +10,7 @@ import hashlib
 import json
 import platform
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -186,10 +186,11 @@ def read_log(path: Path, receipt: Mapping[str, Any]) -> str:
     return text.decode("utf-8")
 
 
-def stored(results: Path, pack: Pack) -> Iterator[Path]:
-    """The receipts of a pack on every machine, in a stable order."""
+def stored(results: Path, pack: str = "pack[0-9][0-9]") -> list[Path]:
+    """The receipts of a pack, or of all, on every machine, in a stable order."""
     # Only a machine's folder has a machine.json; copies made to be attached, or runs under review, are no record.
-    yield from sorted(path for path in results.glob(f"*/{pack.name}/*.json") if (path.parent.parent / "machine.json").is_file())
+    machines = (described.parent for described in results.glob("*/machine.json"))
+    return sorted(path for machine in machines for path in machine.glob(f"{pack}/*.json"))
 
 
 def is_stale(receipt: Mapping[str, Any], pack: Pack, lane_files: list[Path]) -> bool:

@@ -1,33 +1,86 @@
-"""The generated tables of README.md, between ``<!-- NAME -->`` and ``<!-- /NAME -->``; lint checks that they are up to date."""
+"""The generated table of README.md, between ``<!-- packs -->`` and ``<!-- /packs -->``, and results/README.md.
+
+Lint checks that they are up to date.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 from packaging.version import Version
 
-from common import lanes, receipt
+from common import attach, lanes, receipt
 from common.files import write_atomically
 from common.grade import EVIDENCE
 from common.pack import PACKS, ROOT, Pack, all_packs
 
 
 def update(*, check: bool = False, root: Path = ROOT, packs: Path = PACKS) -> list[str]:
-    """Bring the tables up to date (or only look); returns the files that were not."""
-    path = root / "README.md"
-    text = path.read_text(encoding="utf-8")
-    new = re.sub(
+    """Bring README.md's tables and results/README.md up to date (or only look); returns the files that were not."""
+    found = all_packs(packs)
+    results = root / "results"
+    readme = re.sub(
         r"(<!-- packs -->\n).*?(<!-- /packs -->)",
-        lambda match: f"{match[1]}{pack_table(all_packs(packs), root / 'results')}{match[2]}",
-        text,
+        lambda match: f"{match[1]}{pack_table(found, results)}{match[2]}",
+        (root / "README.md").read_text(encoding="utf-8"),
         flags=re.DOTALL,
     )
-    if new == text:
-        return []
-    if not check:
-        write_atomically(path, new)
-    return [path.name]
+    wanted = {root / "README.md": readme, results / "README.md": history(found, results)}
+    old = [path for path, text in wanted.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+    for path in old if not check else ():
+        write_atomically(path, wanted[path])
+    return [path.relative_to(root).as_posix() for path in old]
+
+
+def history(packs: list[Pack], results: Path) -> str:
+    """What the stored receipts of each pack show, release by release, on each machine."""
+    lines = [
+        "# What was seen",
+        "",
+        "Generated from the receipts beside it by `python -m common tables`. Rows are neighbouring releases that show the same.",
+    ]
+    for pack in packs:
+        machines = sorted({path.parent.parent.name for path in receipt.stored(results, pack.name)})
+        seen_on = {machine: attach.load(pack, results, machine) for machine in machines}
+        if seen_on:
+            lines += [
+                "",
+                f"## [{pack.name}](../packs/{pack.folder.name}/README.md): {pack.title}",
+                "",
+                turns(pack, seen_on.values()),
+            ]
+        for machine, runs in seen_on.items():
+            evidence = max((seen.facts["evidence"] for seen in runs), key=lambda level: EVIDENCE.index(level.partition(":")[0]))
+            lines += [
+                "",
+                f"### {machine}: {evidence}",
+                "",
+                "| release | as released | with the fix | bug error | limit | control error |",
+            ]
+            lines += ["|---|---|---|---|---|---|"]
+            for row in attach.ranges(runs):
+                stale = " (stale)" if row.stale else ""
+                lines.append(
+                    f"| {row.name}{stale} | {row.unpatched} | {row.patched} | {row.bug} | {row.limit} | {row.control} |"
+                )
+    return "\n".join(lines) + "\n"
+
+
+def turns(pack: Pack, machines: Iterable[list[attach.Seen]]) -> str:
+    """First and last wrong release, and the first right one after it, over all machines."""
+    by_outcome: dict[str, set[Version]] = {"REPRODUCED": set(), "ABSENT": set()}
+    for seen in chain.from_iterable(machines):
+        if seen.facts["side"] == "unpatched" and seen.facts["outcome"] in by_outcome:
+            by_outcome[seen.facts["outcome"]].add(Version(seen.facts["version"]))
+    wrong, right = (sorted(by_outcome[outcome]) for outcome in ("REPRODUCED", "ABSENT"))
+    if not wrong:
+        return "No release shows the bug."
+    after = next((version for version in right if version > wrong[-1]), None)
+    fixed = f" (commit {pack.fixed['commit']})" if after and pack.fixed.get("commit") else ""
+    return f"First wrong {wrong[0]}, last wrong {wrong[-1]}, {f'first right after it {after}{fixed}' if after else 'none right after it'}."
 
 
 def pack_table(packs: list[Pack], results: Path) -> str:
@@ -42,7 +95,7 @@ def pack_table(packs: list[Pack], results: Path) -> str:
 
 def _newest(pack: Pack, results: Path) -> tuple[str, str]:
     seen = []
-    for path in receipt.stored(results, pack):
+    for path in receipt.stored(results, pack.name):
         document = receipt.read(path)
         facts = document["predicate"]["reproducer"]
         if (

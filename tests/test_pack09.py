@@ -89,7 +89,7 @@ def test_expected_holds_every_release_on_the_index_just_once(known):
 def test_receipts_of_every_release_are_stored_and_show_what_is_expected(known):
     """Recording is not approval: what was seen is compared here with what the pack holds."""
     seen = {}
-    for path in receipt.stored(runner.RESULTS, PACK):
+    for path in receipt.stored(runner.RESULTS, PACK.name):
         document = receipt.read(path)
         receipt.read_log(path, document)
         found = document["predicate"]["reproducer"]

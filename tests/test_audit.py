@@ -1,0 +1,108 @@
+"""What is stored can be looked at again: graded by today's rules, and checked to be what it says it is."""
+
+import json
+
+import pytest
+from conftest import ROOT
+
+from common import audit, receipt
+from common.errors import UserError
+
+
+@pytest.fixture
+def published(monkeypatch, tmp_path):
+    """An index that publishes liger-kernel 0.7.0 with the hash that the fixture's receipts have."""
+    release = audit.releases.Release(version="0.7.0", file="wheel", sha256="0" * 64)
+    monkeypatch.setattr(audit.releases, "releases", lambda package, cache: ([release], None))
+    return audit.Published(tmp_path)
+
+
+def change(path, **facts):
+    document = json.loads(path.read_text())
+    document["predicate"]["reproducer"].update(facts)
+    path.write_text(json.dumps(document))
+
+
+def test_the_stored_receipts_are_graded_the_same_today():
+    paths = receipt.stored(ROOT / "results")
+    assert len(paths) >= 140
+    assert [(path, found) for path, found in audit.problems(paths, audit.regrade) if found] == []
+
+
+def test_a_verdict_that_was_edited_by_hand_is_reported(tmp_path, store):
+    path = store(tmp_path)
+    assert list(audit.regrade(path)) == []
+    change(path, outcome="ABSENT", bug_error=1e-9)
+    found = list(audit.regrade(path))
+    assert len(found) == 2
+    assert "outcome was 'ABSENT', and is 'REPRODUCED'" in found[0]
+
+
+def test_a_sound_receipt(tmp_path, store, published):
+    assert list(audit.verify(store(tmp_path), published)) == []
+
+
+def test_a_wheel_that_the_index_does_not_publish(tmp_path, store, published):
+    path = store(tmp_path)
+    path.write_text(path.read_text().replace("0" * 64, "1" * 64, 1))
+    document = json.loads(path.read_text())
+    document["subject"][0]["digest"]["sha256"] = "1" * 64
+    path.write_text(json.dumps(document))
+    assert "the index publishes 000000000000" in next(audit.verify(path, published))
+
+
+def test_another_name_than_it_says(tmp_path, store, published):
+    path = store(tmp_path)
+    other = path.with_name("liger-kernel-0.8.0.unpatched.json")
+    path.rename(other)
+    assert "it says that it is pack09/liger-kernel-0.7.0.unpatched.json" in next(audit.verify(other, published))
+
+
+@pytest.mark.parametrize("planted", ["/home/jdoe/x", "ghp_" + "a" * 36, "https://me:secret@index.example/"])
+def test_something_private(tmp_path, store, published, planted):
+    path = store(tmp_path)
+    change(path, command=["python", planted])
+    assert "its receipt holds something private" in list(audit.verify(path, published))
+
+
+def test_one_that_cannot_be_read_does_not_stop_the_others(tmp_path, store):
+    store(tmp_path, version="0.6.5").write_text("{")
+    store(tmp_path, version="0.7.0")
+    found = list(audit.problems(receipt.stored(tmp_path), audit.regrade))
+    assert [bool(problems) for _, problems in found] == [True, False]
+    assert "not whole JSON" in found[0][1][0]
+
+
+def test_copies_and_reviews_are_not_records(tmp_path, store):
+    store(tmp_path)
+    (tmp_path / "attach" / "pack09").mkdir(parents=True)
+    (tmp_path / "attach" / "pack09" / "x.json").write_text("{}")
+    assert len(receipt.stored(tmp_path)) == 1
+
+
+def test_no_index_is_a_warning(tmp_path, store, monkeypatch):
+    def refuse(package, cache):
+        raise UserError("The package index did not answer.")
+
+    monkeypatch.setattr(audit.releases, "releases", refuse)
+    published = audit.Published(tmp_path)
+    assert list(audit.verify(store(tmp_path), published)) == []
+    assert "are not checked" in published.warnings[0]
+
+
+def test_the_commands(cli, tmp_path, store):
+    path = store(tmp_path / "results")
+    done = cli("regrade", "--results", tmp_path / "results")
+    assert (done.returncode, done.stdout) == (0, "1 receipts, 0 graded differently today.\n")
+    change(path, outcome="ABSENT")
+    done = cli("regrade", "--results", tmp_path / "results")
+    assert done.returncode == 1
+    assert "outcome was" in done.stdout
+    done = cli("verify", "--results", tmp_path / "nowhere")
+    assert done.returncode == 2
+    assert "There is no receipt in" in done.stderr
+
+
+def test_schema_of_every_stored_receipt():
+    for path in receipt.stored(ROOT / "results"):
+        receipt.read_log(path, receipt.read(path))
