@@ -120,6 +120,8 @@ def surprises(rows: Sequence[Row]) -> Iterator[Text]:
             text = f"{row.cell.dist} {row.cell.version} {row.cell.side}: expected {row.expected} ({row.why}), saw {row.verdict}"
             if row.verdict.outcome == "ABSENT" and row.expected == "REPRODUCED":
                 text += ". If upstream fixed it, update [expected] and retire the workaround"
+            if row.ran and row.message:
+                text += f" ({row.message.rstrip('.')})"
             yield Text(f"✗ {text}.", "red")
 
 

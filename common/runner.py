@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ class Plan:
     machine: str = field(default_factory=receipt.machine_name)
     cache: Path = CACHE
     threads: int = 0
+    several: bool = False
     stop: threading.Event = field(default_factory=threading.Event)
 
 
@@ -65,6 +66,7 @@ class Row:
     log: str
     ran: bool
     environment: Environment | None
+    message: str
 
     @property
     def as_expected(self) -> bool:
@@ -76,6 +78,7 @@ def run_all(plan: Plan, chosen: Sequence[Release], *, jobs: int, done: Callable[
 
     On Ctrl-C whatever runs is killed, and what is finished has its receipt.
     """
+    plan = replace(plan, several=len(chosen) > 1)
     rows: dict[int, list[Row]] = {}
     with ThreadPoolExecutor(max_workers=jobs) as pool:
         futures = {pool.submit(_both_sides, plan, release, done): i for i, release in enumerate(chosen)}
@@ -155,6 +158,7 @@ def _side(plan: Plan, release: Release, side: str, before: Row | None = None) ->
         log=verdict_log,
         ran=ended.get("stopped") not in ("nothing-to-patch", "skipped"),
         environment=environment,
+        message=str(ended.get("message", "")),
     )
 
 
@@ -252,7 +256,11 @@ class _Attempt:
         plan, site = self.plan, self.environment.site
         with writing(self.place / "overlay"):
             if plan.patch is not None:
-                diff = overlay.apply_patch(plan.patch, plan.pack.package, site, self.place / "overlay")
+                try:
+                    diff = overlay.apply_patch(plan.patch, plan.pack.package, site, self.place / "overlay")
+                except UserError as error:
+                    # Among several releases, one that the diff does not fit is a row; alone, it is a mistake in the call.
+                    raise AnchorError(str(error)) if plan.several else error from error
                 name = plan.patch.name
             else:
                 fix = overlay.load_fix(plan.pack.fix)

@@ -67,6 +67,11 @@ def test_somebody_elses_diff_is_judged_on_both_sides(cli, cache, tmp_path):
     done = cli("run", "pack00", "--release", "1.0", "--patch", tmp_path / "old.diff", cache=cache)
     assert done.returncode == 2
     assert "does not apply to this release" in done.stderr
+    done = cli("run", "pack00", "--release", "2.0,1.0", "--patch", tmp_path / "good.diff", cache=cache)
+    assert done.returncode == 1, "among several releases, one that the diff does not fit does not stop the others"
+    assert "2.0 patched: expected ABSENT" in " ".join(done.stdout.split())
+    assert "does not apply to this release" in " ".join(done.stdout.split())
+    assert "FIX_VALIDATED" in done.stdout
 
 
 @pytest.mark.parametrize(
