@@ -212,7 +212,7 @@ def _python(place: Path) -> Path:
 
 
 def _site(place: Path) -> Path:
-    return Path(sysconfig.get_path("purelib", "venv", vars={"base": str(place), "platbase": str(place)}))
+    return Path(sysconfig.get_path("purelib", "posix_prefix", vars={"base": str(place), "platbase": str(place)}))
 
 
 def _uv(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
