@@ -27,7 +27,6 @@ PACKS = ROOT / "packs"
 KINDS = ("wrong-result", "crash", "capture", "compile", "memory", "refactor", "contract", "selftest")
 #: What a release may be expected to show. ERROR is a fault of the harness, so only the self-test may expect it.
 OUTCOMES = ("REPRODUCED", "ABSENT", "CHANGED", "UNTESTABLE", "ERROR")
-SIDES = ("unpatched", "patched")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

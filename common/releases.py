@@ -72,11 +72,9 @@ def choose(pack: Pack, wanted: str | None, cache: Path) -> tuple[list[Release], 
             f"{error} Going by the pinned releases ({names})."
         ]
     warnings = [warning] if warning else []
-    if wanted == "all":
-        return known, warnings
     by_version = {Version(release.version): release for release in known}
-    chosen: list[Release] = []
-    for part in pack.pinned if wanted in (None, "pinned") else _parts(str(wanted)):
+    chosen: list[Release] = list(known) if wanted == "all" else []
+    for part in () if wanted == "all" else pack.pinned if wanted in (None, "pinned") else _parts(str(wanted)):
         if part[0] in "<>=!~":
             chosen += [r for r in _matching(part, known) if r not in chosen]
             continue
@@ -91,6 +89,8 @@ def choose(pack: Pack, wanted: str | None, cache: Path) -> tuple[list[Release], 
             raise UserError(f"{pack.package} has no release {part} on the index; the newest are {near}.")
         if release not in chosen:
             chosen.append(release)
+    if yanked := [release.version for release in chosen if release.yanked]:
+        warnings.append(f"Yanked from the index by its publisher, and run all the same: {', '.join(yanked)}.")
     return chosen, warnings
 
 

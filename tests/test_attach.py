@@ -35,6 +35,7 @@ def test_the_top_is_the_verdict_then_the_table(tmp_path, store):
     assert "reproduced in liger-kernel 0.6.5–0.7.0" in first
     assert "| 0.6.5 – 0.7.0 (2 releases) | BUG_REPRODUCED | – | 5.0e-01 | 1.0e-05 | 1.0e-07 | – |" in text
     assert "(stale)" not in text
+    assert "Threads: linkedin/Liger-Kernel#968" in text
     assert "<table>" in MARKDOWN.render(text)
 
 

@@ -143,3 +143,15 @@ def test_no_index_at_all(monkeypatch, tmp_path):
     monkeypatch.setenv("UV_DEFAULT_INDEX", "http://127.0.0.1:9/simple/")
     with pytest.raises(UserError, match="is there a network"):
         releases.releases("liger-kernel", tmp_path)
+
+
+def test_a_yanked_release_is_run_and_said(index, tmp_path, monkeypatch):
+    from dataclasses import replace
+
+    known = [replace(r, yanked=r.version == "0.6.5") for r in KNOWN]
+    monkeypatch.setattr(releases, "_ask", lambda package: known)
+    chosen, warnings = choose(find("pack09"), "0.6.5,0.7.0", tmp_path)
+    assert [r.version for r in chosen] == ["0.6.5", "0.7.0"]
+    assert "Yanked" in warnings[0]
+    assert "0.6.5" in warnings[0]
+    assert "0.7.0" not in warnings[0]

@@ -8,7 +8,6 @@ from pathlib import Path
 BUGGY = "def total(xs):\n    return xs[0] * len(xs)\n"
 FIXED = "def total(xs):\n    return sum(xs)\n"
 MODE = "def total(xs):\n    return sum(xs)\n\nMODE = {mode!r}\n"
-OTHER = Path("reproducer_toy_other")
 
 #: version -> what its module does, told to the script by MODE where the release itself cannot do it.
 RELEASES = {
