@@ -20,11 +20,11 @@ ROOT = Path(__file__).parent
 PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 
 
-def runner(session: nox.Session, *arguments: str, **options: object) -> None:
+def runner(session: nox.Session, *arguments: str) -> None:
     """Run ``python -m common`` with this session's name in its help texts."""
     session.install("--quiet", "--editable", ".")
     prog = f"nox -s {session.name} --"
-    session.run("python", "-m", "common", *arguments, env={"REPRODUCER_PROG": prog}, **options)  # type: ignore[arg-type]
+    session.run("python", "-m", "common", *arguments, env={"REPRODUCER_PROG": prog})
 
 
 def add_pack_sessions(folder: Path) -> None:
@@ -38,15 +38,15 @@ def add_pack_sessions(folder: Path) -> None:
 
     pack.__doc__ = pack.func.__doc__ = description["title"] + "."
     for version in description["pinned"] if description["kind"] != "selftest" else ():
-        add_release_session(name, version, description)
+        add_release_session(name, version, description["package"])
 
 
-def add_release_session(name: str, version: str, description: dict[str, object]) -> None:
+def add_release_session(name: str, version: str, package: str) -> None:
     @nox.session(name=f"{name}({version})", default=False)
     def release(session: nox.Session) -> None:
         runner(session, "run", name, "--release", version, *session.posargs)
 
-    release.__doc__ = release.func.__doc__ = f"{name} on {description['package']} {version}."
+    release.__doc__ = release.func.__doc__ = f"{name} on {package} {version}."
 
 
 for folder in sorted((ROOT / "packs").glob("pack[0-9][0-9]_*")):

@@ -17,7 +17,7 @@ from packaging.version import Version
 from common import lanes, receipt
 from common.errors import UserError
 from common.files import write_atomically
-from common.grade import EVIDENCE
+from common.grade import strength
 from common.pack import Pack
 from common.runner import CACHE
 from common.scrub import Scrubber
@@ -98,31 +98,35 @@ def write(pack: Pack, results: Path, *, machine: str | None = None, template: st
     return [target, *_files(pack, runs, results / "attach" / pack.name)]
 
 
-def load(pack: Pack, results: Path, machine: str | None) -> list[Seen]:
-    """The stored runs of one machine, without variants; by default of the machine with the strongest evidence."""
-    by_machine: dict[str, list[Seen]] = {}
-    paths = receipt.stored(results, pack.name)
-    known = {path.parent.parent.name for path in paths}
-    for path in paths:
-        if machine in known and path.parent.parent.name != machine:
-            continue
+def by_machine(pack: Pack, results: Path) -> dict[str, list[Seen]]:
+    """The stored runs of each machine, without variants, in order of release and side."""
+    found: dict[str, list[Seen]] = {}
+    for path in receipt.stored(results, pack.name):
         document = receipt.read(path)
         facts = document["predicate"]["reproducer"]
         if facts["variant"]:
             continue
         stale = receipt.is_stale(document, pack, lanes.files(facts["lane"]))
         seen = Seen(path=path, facts=facts, subject=document["subject"][0], stale=stale, log=receipt.read_log(path, document))
-        by_machine.setdefault(path.parent.parent.name, []).append(seen)
-    if not by_machine:
+        found.setdefault(path.parent.parent.name, []).append(seen)
+    for runs in found.values():
+        runs.sort(key=lambda seen: (Version(seen.facts["version"]), seen.facts["side"] == "patched"))
+    return found
+
+
+def load(pack: Pack, results: Path, machine: str | None) -> list[Seen]:
+    """The stored runs of one machine; by default of the one with the strongest evidence."""
+    found = by_machine(pack, results)
+    if not found:
         raise UserError(f"There is no receipt of {pack.name} in {results}: run 'nox -s {pack.name}' first.")
-    if machine is not None and machine not in by_machine:
-        raise UserError(f"There is no receipt of {pack.name} from {machine!r}; there are from {', '.join(sorted(by_machine))}.")
-    best = machine or max(sorted(by_machine), key=lambda name: max(map(_strength, by_machine[name])))
-    return sorted(by_machine[best], key=lambda seen: (Version(seen.facts["version"]), seen.facts["side"] == "patched"))
+    if machine is not None and machine not in found:
+        raise UserError(f"There is no receipt of {pack.name} from {machine!r}; there are from {', '.join(sorted(found))}.")
+    return found[machine or max(sorted(found), key=lambda name: strength(strongest(found[name])))]
 
 
-def _strength(seen: Seen) -> int:
-    return EVIDENCE.index(seen.facts["evidence"].partition(":")[0])
+def strongest(runs: Iterable[Seen]) -> str:
+    """The strongest evidence level among some runs."""
+    return max((str(seen.facts["evidence"]) for seen in runs), key=strength)
 
 
 def ranges(runs: Iterable[Seen]) -> list[Range]:
@@ -204,7 +208,7 @@ def render(pack: Pack, runs: Sequence[Seen], *, template: str | None = None) -> 
                 pack=pack,
                 ranges=found,
                 summary=summary(pack, found, runs),
-                evidence=max(runs, key=_strength).facts["evidence"],
+                evidence=strongest(runs),
                 newest=newest.facts,
                 environment=newest.facts["environment"],
                 subjects=[

@@ -56,9 +56,10 @@ def _complain(sentence: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    prog = "python -m common"
+    # A nox session tells its own name: nox -s attach --
+    session = os.environ.get("REPRODUCER_PROG")
     parser = argparse.ArgumentParser(
-        prog=prog,
+        prog="python -m common",
         description="Is this upstream bug in that release, and does this fix cure it?",
         epilog="Exit status: 0 every verdict is what the pack expects, 1 one is not, 2 a mistake in the call or its surroundings, 130 Ctrl-C.",
     )
@@ -67,13 +68,13 @@ def _parser() -> argparse.ArgumentParser:
 
     run = commands.add_parser(
         "run",
-        prog=os.environ.get("REPRODUCER_PROG"),
+        prog=session,
         help="run a pack on releases of its upstream, unpatched and patched",
         description="Run a pack on releases of its upstream, unpatched and patched, and store a receipt of each run. "
         "Arguments of the pack's own script (--shape, --dtype, …) may follow and are handed to it.",
     )
     # A nox session names the pack itself.
-    run.add_argument("pack", help=argparse.SUPPRESS if "REPRODUCER_PROG" in os.environ else "pack09, 09 or 9")
+    run.add_argument("pack", help=argparse.SUPPRESS if session else "pack09, 09 or 9")
     which = run.add_mutually_exclusive_group()
     which.add_argument(
         "--releases",
@@ -114,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
 
     attach = commands.add_parser(
         "attach",
-        prog=os.environ.get("REPRODUCER_PROG"),
+        prog=session,
         help="write the text and the files to attach to an upstream issue",
         description="Write results/attach/PACK.md from the stored receipts, and beside it the script, the fix's diff and the receipts. It files nothing.",
     )
@@ -131,9 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     attach.add_argument("--results", type=Path, metavar="DIR", help="where receipts are (default: results/)")
     attach.set_defaults(call=_attach)
 
-    new = commands.add_parser(
-        "new-pack", prog=os.environ.get("REPRODUCER_PROG"), help="make the skeleton of a pack that passes the contract tests"
-    )
+    new = commands.add_parser("new-pack", prog=session, help="make the skeleton of a pack that passes the contract tests")
     new.add_argument("number", type=int, help="two digits that no pack has had, e.g. 21")
     new.add_argument("slug", help="lower-case words joined by underscores, e.g. mimo_reduce")
     new.add_argument("--package", default="example", help="the upstream's name on PyPI")
@@ -147,15 +146,13 @@ def _parser() -> argparse.ArgumentParser:
         ("regrade", "recompute every verdict from the stored logs, running nothing, and report differences"),
         ("verify", "check stored receipts: schema, hashes of logs and wheels, nothing private"),
     ):
-        audit = commands.add_parser(
-            name, prog=os.environ.get("REPRODUCER_PROG"), help=what, description=f"{what.capitalize()}."
-        )
+        audit = commands.add_parser(name, prog=session, help=what, description=f"{what.capitalize()}.")
         audit.add_argument("--results", type=Path, metavar="DIR", help="where receipts are (default: results/)")
         audit.set_defaults(call=_audit)
 
     bench = commands.add_parser(
         "bench",
-        prog=os.environ.get("REPRODUCER_PROG"),
+        prog=session,
         help="measure the runner against doing the same by hand, into docs/benchmarks.md",
     )
     bench.add_argument("--quick", action="store_true", help="time two releases of the by-hand way instead of five")

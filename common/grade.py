@@ -24,6 +24,12 @@ CLAIMS = ("BITWISE_IDENTICAL", "MEMORY_SAVE_VERIFIED", "LEGALITY_PROVED")
 #: Weakest first; "device" is followed by ":sm_90" and the like.
 EVIDENCE = ("none", "source", "interpreter", "codegen", "emulated", "device")
 
+
+def strength(evidence: str) -> int:
+    """Place of an evidence level in `EVIDENCE`, whatever the device's name."""
+    return EVIDENCE.index(evidence.partition(":")[0])
+
+
 _SENTINEL = re.compile(r"^(BUG_REPRODUCED|BUG_ABSENT|FIX_VALIDATED|(?:CHANGED|UNTESTABLE)(?:: .+)?)$")
 #: The runner's own word for why the script was not run, or was ended.
 _STOPS = {"timeout": "timeout", "memory": "oom", "install": "install", "anchor": "anchor", "source": "source"}

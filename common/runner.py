@@ -63,7 +63,6 @@ class Row:
     why: str
     seconds: float
     receipt: Path
-    log: str
     ran: bool
     environment: Environment | None
     message: str
@@ -124,18 +123,16 @@ def _side(plan: Plan, release: Release, side: str, before: Row | None = None) ->
         place = Path(scratch).resolve()
         for folder in ("overlay", "home", "tmp"):
             (place / folder).mkdir()
-        attempt = _Attempt(plan, release, cell, place)
+        attempt = _Attempt(plan, release, cell, place, before.environment if before else None)
         ended, output = attempt.closing(before.verdict if before else None)
     verdict_log = attempt.log(output, ended)
     verdict = grade(verdict_log)
     name, sha256 = receipt.log_name(cell, verdict_log)
-    # A side that was not run is still about the same file, in the same environment.
-    environment = attempt.environment or (before.environment if before else None)
     document = receipt.statement(
         cell,
         verdict,
-        environment=environment,
-        subject=attempt.subject(environment),
+        environment=attempt.environment,
+        subject=attempt.subject(),
         lane=plan.lane,
         hashes=plan.pack.hashes(side, lanes.files(plan.lane)),
         command=attempt.command,
@@ -155,9 +152,8 @@ def _side(plan: Plan, release: Release, side: str, before: Row | None = None) ->
         why=why,
         seconds=float(ended.get("seconds", 0.0)),
         receipt=path,
-        log=verdict_log,
         ran=ended.get("stopped") not in ("nothing-to-patch", "skipped"),
-        environment=environment,
+        environment=attempt.environment,
         message=str(ended.get("message", "")),
     )
 
@@ -165,12 +161,12 @@ def _side(plan: Plan, release: Release, side: str, before: Row | None = None) ->
 class _Attempt:
     """One try at one cell: everything up to the closing line of its log."""
 
-    def __init__(self, plan: Plan, release: Release, cell: Cell, place: Path) -> None:
+    def __init__(self, plan: Plan, release: Release, cell: Cell, place: Path, environment: Environment | None) -> None:
         self.plan = plan
         self.release = release
         self.cell = cell
         self.place = place
-        self.environment: Environment | None = None
+        self.environment = environment  # the other side's: a side that is not run is still about the same file
         self.command: list[str] = []
         self.env: dict[str, str] = {}
         self.patch: dict[str, str] | None = None
@@ -182,8 +178,9 @@ class _Attempt:
         if skip is not None:
             return {"exit": None, **skip}, ""
         try:
-            self.environment = self._environment()
-            self.scrub = self._scrubber()
+            if self.environment is None:
+                self.environment = self._environment()
+                self.scrub = self._scrubber()
             if self.cell.side == "patched":
                 self._overlay()
         except InstallError as error:
@@ -206,9 +203,9 @@ class _Attempt:
             "stragglers": ended.stragglers,
         }, output
 
-    def subject(self, environment: Environment | None) -> dict[str, Any]:
+    def subject(self) -> dict[str, Any]:
         """What the receipt is about: the file of the release, by the hash it was installed with."""
-        cell, release = self.cell, self.release
+        cell, release, environment = self.cell, self.release, self.environment
         file, sha256 = (environment.file, environment.sha256) if environment else (release.file, release.sha256)
         if not sha256 and environment is not None:
             # Without the wheel at hand, what its RECORD says was installed is all there is to name it by.
@@ -260,7 +257,9 @@ class _Attempt:
                     diff = overlay.apply_patch(plan.patch, plan.pack.package, site, self.place / "overlay")
                 except UserError as error:
                     # Among several releases, one that the diff does not fit is a row; alone, it is a mistake in the call.
-                    raise AnchorError(str(error)) if plan.several else error from error
+                    if not plan.several:
+                        raise
+                    raise AnchorError(str(error)) from error
                 name = plan.patch.name
             else:
                 fix = overlay.load_fix(plan.pack.fix)

@@ -94,7 +94,7 @@ def test_the_history_shows_what_came_back(tmp_path, store):
         facts = {**(FACTS if wrong else fixed), "version": version}
         log = make_log(facts, sentinel="BUG_REPRODUCED" if wrong else "BUG_ABSENT", exit=10 if wrong else 0)
         store(tmp_path, version=version, log=log.replace('"version": "1.0"', f'"version": "{version}"'))
-    text = tables.history(all_packs(), tmp_path)
+    text = tables.history(all_packs(), tables.stored_runs(all_packs(), tmp_path))
     assert "First wrong 0.5.8, last wrong 0.8.1, first right after it 0.8.2 (commit 9ac26bb8)." in text
     rows = [line.split("|")[1:3] for line in text.splitlines() if line.startswith("| 0")]
     assert [[cell.strip() for cell in row] for row in rows] == [
