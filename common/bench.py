@@ -67,16 +67,16 @@ def _overhead(pack: Pack, place: Path) -> tuple[float, float]:
     The toy's script is used, whose own time hardly varies: the same code runs for every pack.
     """
     toy = find("pack00")
-    wheels = runner.built_wheels(toy, CACHE)
+    wheels = releases.built_wheels(toy, CACHE)
     release = releases.Release(version="2.0", file=wheels["2.0"].name, sha256="")  # one run: there is nothing to patch
     plan = runner.Plan(pack=toy, lane="device", results=place / "overhead")
-    runner.run_all(plan, [release], jobs=1)
+    runner.run_release(plan, release)
     script = lanes.command(next(CACHE.glob("envs/reproducer-toy-2.0-*/bin/python")), "device", toy.script)
     bare, through, start = [], [], []
     for _ in range(5):
         bare.append(_timed(script))
         started = time.monotonic()
-        runner.run_all(plan, [release], jobs=1)
+        runner.run_release(plan, release)
         through.append(time.monotonic() - started)
         start.append(_timed([sys.executable, "-m", "common", "list"]))
     return statistics.median(through) - statistics.median(bare), statistics.median(start)

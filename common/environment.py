@@ -19,7 +19,7 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -27,12 +27,8 @@ from pathlib import Path
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 
 from common.errors import UserError
-from common.files import write_atomically
+from common.files import locked, write_atomically
 from common.overlay import distribution
-
-if sys.platform != "win32":
-    import fcntl
-
 
 # Two threads that fill sysconfig's table at once see half of it (https://github.com/python/cpython/issues/92452).
 sysconfig.get_config_vars()
@@ -145,7 +141,7 @@ def made(
     under = base(requires, cache_dir)
     place = cache_dir / "envs" / f"{package}-{version}-{(sha256 or 'nohash')[:12]}-{under.name[-12:]}"
     stamp = place / "reproducer.json"
-    with _locked(place):
+    with locked(place.with_name(f"{place.name}.lock")):
         if not stamp.is_file():
             _venv(place)
             wanted = f"{package} @ {wheel.resolve().as_uri()}" if wheel else f"{package}=={version}"
@@ -180,7 +176,7 @@ def has_base(requires: Sequence[str], cache_dir: Path) -> bool:
 def base(requires: Sequence[str], cache_dir: Path) -> Path:
     """The base layer for these pins; made once, which takes minutes where torch has to be fetched."""
     place = _base_place(requires, cache_dir)
-    with _locked(place):
+    with locked(place.with_name(f"{place.name}.lock")):
         if has_base(requires, cache_dir):
             return place
         _venv(place)
@@ -291,12 +287,3 @@ def _why(done: subprocess.CompletedProcess[str]) -> str:
     text = re.sub(r"\s+", " ", re.sub(r"[×╰─▶│├]+", " ", done.stderr)).strip()
     text = re.sub(r"^(?:warning: .*? )?(?:error: )?", "", text)
     return text if len(text) <= 400 else f"{text[:400]}…"
-
-
-@contextlib.contextmanager
-def _locked(place: Path) -> Iterator[None]:
-    """Only one process or thread makes ``place`` at a time; the others wait and find it made."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with place.with_name(f"{place.name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

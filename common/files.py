@@ -1,13 +1,18 @@
-"""Files that are whole or not there."""
+"""Files that are whole or not there, and files that only one holds at a time."""
 
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from common.errors import writing
+
+if sys.platform != "win32":
+    import fcntl
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -27,3 +32,15 @@ def write_atomically(path: Path, content: str | bytes) -> None:
             with suppress(OSError):
                 Path(temporary).unlink()
             raise
+
+
+@contextmanager
+def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
+    """Hold the lock file ``path``; another process or thread waits, or without ``wait`` gets a BlockingIOError.
+
+    The system lets go of it when its holder dies, so a killed run leaves nothing locked.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        yield

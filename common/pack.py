@@ -60,6 +60,7 @@ class Pack:
     expected: tuple[Expectation, ...]
     variants: Mapping[str, tuple[str, ...]]
     wheels: str | None
+    nightly: str | None
     timeout: float
     memory: float
 
@@ -194,6 +195,7 @@ class _Reader:
             expected=tuple(self.expectations(kind)),
             variants={name: tuple(arguments) for name, arguments in variants.items()},
             wheels=self.get("wheels", str, None) if "wheels" in self.raw else None,
+            nightly=self.get("nightly", str, None) if "nightly" in self.raw else None,
             timeout=self.positive("timeout", 180),
             memory=self.positive("memory", 8),
         )

@@ -56,9 +56,13 @@ def run(
     timeout: float,
     memory: int,
     stop: threading.Event | None = None,
+    mark: str | None = None,
 ) -> Ended:
-    """Run ``command`` until it ends, or for ``timeout`` seconds, or until its processes hold ``memory`` bytes."""
-    mark = uuid.uuid4().hex
+    """Run ``command`` until it ends, or for ``timeout`` seconds, or until its processes hold ``memory`` bytes.
+
+    ``mark`` is what its processes can be found by, should the caller die first: see `kill_marked`.
+    """
+    mark = mark or uuid.uuid4().hex
     started = time.monotonic()
     process = subprocess.Popen(
         command,
@@ -149,11 +153,16 @@ def _kill(group: int, mark: str) -> int:
     """Kill the command's process group, then whatever else carries its mark; returns how many others there were."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
-    stragglers = []
+    return kill_marked(mark, but=group)
+
+
+def kill_marked(mark: str, *, but: int = 0) -> int:
+    """Kill every process that carries ``mark``, but the one with the process id ``but``; returns how many there were."""
+    found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
-            if process.pid != group and process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARKER) == mark:
+            if process.pid != but and process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARKER) == mark:
                 process.kill()
-                stragglers.append(process)
-    psutil.wait_procs(stragglers, timeout=5)
-    return len(stragglers)
+                found.append(process)
+    psutil.wait_procs(found, timeout=5)
+    return len(found)

@@ -10,27 +10,29 @@ import hashlib
 import json
 import platform
 import re
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from common import __version__
+from common import __version__, schema
 from common.environment import Environment, gpu
-from common.errors import UserError
-from common.files import write_atomically
+from common.errors import UserError, writing
+from common.files import locked, write_atomically
 from common.grade import Verdict
-from common.pack import Pack
 
 SCHEMA = 1
 STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE = "https://in-toto.io/attestation/test-result/v0.1"
 #: in-toto's word for each outcome: does the release (or the fix) pass the test that the bug is not there?
 RESULT = {"ABSENT": "PASSED", "NOTHING_TO_PATCH": "PASSED", "REPRODUCED": "FAILED"}
+
+
+class NewerReceipt(UserError):
+    """A receipt of a schema that this runner does not know yet: it is left alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +49,10 @@ class Cell:
     def stem(self) -> str:
         variant = f".{self.variant}" if self.variant else ""
         return f"{self.dist}-{self.version}.{self.side}{variant}"
+
+    @property
+    def label(self) -> str:
+        return " ".join(filter(None, (self.pack, self.dist, self.version, self.side, self.variant)))
 
 
 def statement(
@@ -124,28 +130,38 @@ def write(results: Path, cell: Cell, log: str, receipt: dict[str, Any], *, machi
     The log goes first, under a name of its own (its hash); the receipt, which names it, replaces the old one in one step;
     then the logs that no receipt names any more go.
     """
-    validate(receipt)
+    schema.validate("receipt", receipt)
     folder = results / machine / cell.pack
-    described = results / machine / "machine.json"
-    if not described.exists():
-        write_atomically(described, json.dumps(describe_machine(), indent=1) + "\n")
     log_name = receipt["predicate"]["reproducer"]["log"]["name"]
     path = folder / f"{cell.stem}.json"
-    was_there = (folder / log_name).exists()
-    try:
-        write_atomically(folder / log_name, log)
-        write_atomically(path, json.dumps(receipt, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
-    except BaseException:
-        if not was_there:
-            with suppress(OSError):
-                (folder / log_name).unlink()
-        raise
-    pattern = re.compile(rf"{re.escape(cell.stem)}\.[0-9a-f]{{12}}\.log")
-    for old in folder.glob(f"{cell.stem}.*.log"):
-        if pattern.fullmatch(old.name) and old.name != log_name:
-            with suppress(OSError):
-                old.unlink()
+    # Two writers of one cell would each take the other's log for an old one.
+    with prepared(results, machine):
+        was_there = (folder / log_name).exists()
+        try:
+            write_atomically(folder / log_name, log)
+            write_atomically(path, json.dumps(receipt, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+        except BaseException:
+            if not was_there:
+                with suppress(OSError):
+                    (folder / log_name).unlink()
+            raise
+        pattern = re.compile(rf"{re.escape(cell.stem)}\.[0-9a-f]{{12}}\.log")
+        for old in folder.glob(f"{cell.stem}.*.log"):
+            if pattern.fullmatch(old.name) and old.name != log_name:
+                with suppress(OSError):
+                    old.unlink()
     return path
+
+
+@contextmanager
+def prepared(results: Path, machine: str) -> Iterator[None]:
+    """Hold a machine's folder for a writer; `UserError` where it cannot be written."""
+    folder = results / machine
+    with writing(folder), locked(folder / ".lock"):
+        described = folder / "machine.json"
+        if not described.exists():
+            write_atomically(described, json.dumps(describe_machine(), indent=1) + "\n")
+        yield
 
 
 def log_name(cell: Cell, log: str) -> tuple[str, str]:
@@ -162,11 +178,11 @@ def read(path: Path) -> dict[str, Any]:
         raise UserError(f"The receipt {path} cannot be read: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"The receipt {path} is not whole JSON ({error}): delete it and run its cell again.") from error
-    schema = _dig(raw, "predicate", "reproducer", "schema")
-    if isinstance(schema, int) and schema > SCHEMA:
-        raise UserError(f"The receipt {path} has schema {schema}; this runner knows {SCHEMA}: update the checkout.")
+    version = _dig(raw, "predicate", "reproducer", "schema")
+    if isinstance(version, int) and version > SCHEMA:
+        raise NewerReceipt(f"The receipt {path} has schema {version}; this runner knows {SCHEMA}: update the checkout.")
     try:
-        validate(raw)
+        schema.validate("receipt", raw)
     except UserError as error:
         raise UserError(f"The receipt {path} is not valid: {error}") from error
     found: dict[str, Any] = raw
@@ -193,28 +209,9 @@ def stored(results: Path, pack: str = "pack[0-9][0-9]") -> list[Path]:
     return sorted(path for machine in machines for path in machine.glob(f"{pack}/*.json"))
 
 
-def is_stale(receipt: Mapping[str, Any], pack: Pack, lane_files: list[Path]) -> bool:
-    """Whether the files that decided the run have changed since."""
-    seen = {entry["name"]: entry["digest"]["sha256"] for entry in receipt["predicate"]["configuration"]}
-    return seen != pack.hashes(receipt["predicate"]["reproducer"]["side"], lane_files)
-
-
-def validate(receipt: Any) -> None:
-    """Check against ``schemas/receipt.json``; `UserError` names the place and what is wrong there."""
-    import jsonschema
-
-    error = jsonschema.exceptions.best_match(_validator().iter_errors(receipt))
-    if error is not None:
-        where = ".".join(str(part) for part in error.absolute_path) or "the whole"
-        raise UserError(f"{where}: {error.message[:200]}.")
-
-
-@cache
-def _validator() -> Any:
-    import jsonschema
-
-    schema = json.loads((Path(__file__).parent / "schemas" / "receipt.json").read_text(encoding="utf-8"))
-    return jsonschema.Draft202012Validator(schema)
+def hashes(receipt: Mapping[str, Any]) -> dict[str, str]:
+    """The sha256 of each file that decided the run; where they are not the pack's of today, the receipt is stale."""
+    return {entry["name"]: entry["digest"]["sha256"] for entry in receipt["predicate"]["configuration"]}
 
 
 def machine_name() -> str:

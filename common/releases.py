@@ -6,12 +6,16 @@ stands in, and says so.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
@@ -57,13 +61,21 @@ def releases(package: str, cache: Path, *, now: float | None = None) -> tuple[li
     return found, None
 
 
+def of(pack: Pack, cache: Path) -> tuple[list[Release], str | None]:
+    """All releases that a pack can be run on: the index's, or those that the pack builds itself."""
+    if pack.wheels is None:
+        return releases(pack.package, cache)
+    built = built_wheels(pack, cache)
+    return [Release(version=v, file=built[v].name, sha256="") for v in sorted(built, key=Version)], None
+
+
 def choose(pack: Pack, wanted: str | None, cache: Path) -> tuple[list[Release], list[str]]:
     """The releases that ``wanted`` names ("pinned", "all", or versions and specifiers joined by commas), and warnings.
 
     Without a network, and with nothing cached, the pinned releases are still known by name; their hash is not.
     """
     try:
-        known, warning = releases(pack.package, cache)
+        known, warning = of(pack, cache)
     except UserError as error:
         if wanted not in (None, "pinned"):
             raise
@@ -152,3 +164,21 @@ def _ask(package: str) -> list[Release]:
     if not found:
         raise UserError(f"The package index answered for {package}, but named no release.")
     return [found[version] for version in sorted(found)]
+
+
+def built_wheels(pack: Pack, cache: Path) -> dict[str, Path]:
+    """The wheels that a pack builds itself (the self-test's toy releases), by version."""
+    assert pack.wheels is not None
+    source = pack.folder / pack.wheels
+    folder = cache / "built" / f"{pack.name}-{hashlib.sha256(source.read_bytes()).hexdigest()[:12]}"
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(prefix=f"{pack.name}-", dir=folder.parent))
+        namespace: dict[str, Any] = {"__name__": pack.wheels}
+        exec(compile(source.read_text(encoding="utf-8"), str(source), "exec"), namespace)
+        namespace["build"](part)
+        try:
+            part.replace(folder)
+        except OSError:  # Another run was faster.
+            shutil.rmtree(part, ignore_errors=True)
+    return {path.name.split("-")[1]: path for path in sorted(folder.glob("*.whl"))}

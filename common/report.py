@@ -6,6 +6,7 @@ import io
 import re
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,8 +25,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from common.grade import Verdict
-from common.runner import Row
+from common.history import said
+from common.runner import Failure, Row
 
 #: The colour of an outcome; red is for what is not as expected, never for a bug that was to be seen.
 STYLE = {
@@ -45,19 +46,10 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, width=None if stream.isatty() else 180, highlight=False)
 
 
-def shown(verdict: Verdict, side: str) -> str:
-    """The verdict in the words of a script's last line."""
-    words = {"REPRODUCED": "BUG_REPRODUCED", "ABSENT": "FIX_VALIDATED" if side == "patched" else "BUG_ABSENT"}
-    if verdict.outcome == "NOTHING_TO_PATCH":
-        return "nothing to patch"
-    word = words.get(verdict.outcome, verdict.outcome)
-    return f"{word}: {verdict.reason}" if verdict.reason else word
-
-
 def told(row: Row) -> str:
     """What a row says of itself: its verdict, or that it did not have to be run."""
     if row.ran or row.verdict.outcome == "NOTHING_TO_PATCH":
-        return shown(row.verdict, row.cell.side)
+        return said(row.verdict, row.cell.side)
     return f"not run ({row.verdict.outcome})"
 
 
@@ -104,7 +96,7 @@ def proofs(rows: Sequence[Row]) -> Table:
         head = f"{row.cell.version} {row.cell.side}"
         if row.verdict.proofs:
             grid.add_row(
-                Text(head, "bold"), Text(f"{shown(row.verdict, row.cell.side)} (evidence: {row.verdict.evidence})", "bold")
+                Text(head, "bold"), Text(f"{said(row.verdict, row.cell.side)} (evidence: {row.verdict.evidence})", "bold")
             )
             for i, (name, what) in enumerate(row.verdict.proofs.items(), 1):
                 grid.add_row(f"  {i}. {name}", Text(what))
@@ -136,8 +128,9 @@ def picture(parts: Sequence[RenderableType], title: str) -> str:
 class Follow:
     """Progress: a bar with the time left on a terminal, a line a run elsewhere."""
 
-    def __init__(self, total: int, to: Console) -> None:
-        self.total, self.to, self.count = total, to, 0
+    def __init__(self, total: int, to: Console, *, quiet: bool = False) -> None:
+        self.total, self.to, self.count, self.quiet = total, to, 0, quiet
+        self.started = time.monotonic()
         self._lock = threading.Lock()
         self.bar = Progress(
             SpinnerColumn(),
@@ -159,14 +152,31 @@ class Follow:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.bar.stop()
 
-    def __call__(self, row: Row) -> None:
+    def __call__(self, row: Row | Failure) -> None:
         with self._lock:
-            self.count += 1
-            label = f"{row.cell.pack} {row.cell.version} {row.cell.side}"
-            self.bar.update(self.task, advance=1, description=f"ended: {label}")
-            if not self.to.is_terminal:
-                took = f" ({row.seconds:.1f} s)" if row.ran else ""
-                self.to.print(f"[{self.count}/{self.total}] {label}: {told(row)}{took}", markup=False)
+            failed = isinstance(row, Failure)
+            label = f"{row.pack} {row.version}" if isinstance(row, Failure) else row.cell.label.replace(f" {row.cell.dist}", "")
+            # A release that could not be run counts for both its sides.
+            self.count = min(self.total, self.count + (2 if failed else 1))
+            self.bar.update(self.task, completed=self.count, description=f"ended: {label}")
+            if self.quiet or (self.to.is_terminal and not failed):
+                return
+            if isinstance(row, Failure):
+                self.to.print(Text(f"[{self.count}/{self.total}] {label}: not run. {row.message}", "red"))
+                return
+            took = f" ({row.seconds:.1f} s)" if row.ran else ""
+            self.to.print(f"[{self.count}/{self.total}] {label}: {told(row)}{took}{self._left()}", markup=False)
+
+    def _left(self) -> str:
+        """Time left, by how long it took so far; for short waits not worth a word."""
+        seconds = (time.monotonic() - self.started) / self.count * (self.total - self.count)
+        return (
+            f" · about {seconds / 60:.0f} min left"
+            if seconds >= 90
+            else f" · about {seconds:.0f} s left"
+            if seconds >= 10
+            else ""
+        )
 
 
 @contextmanager

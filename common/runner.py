@@ -7,12 +7,14 @@ import json
 import os
 import re
 import shutil
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field, replace
+import traceback
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,13 @@ from common import environment as environments
 from common import lanes, overlay, receipt
 from common.environment import Environment, InstallError
 from common.errors import AnchorError, UserError, writing
-from common.files import write_atomically
+from common.files import locked, write_atomically
 from common.grade import Verdict, grade
 from common.pack import ROOT, Pack
-from common.process import Ended, run
+from common.pool import Pool
+from common.process import Ended, kill_marked, run
 from common.receipt import Cell
-from common.releases import Release
+from common.releases import Release, built_wheels
 from common.scrub import Scrubber, allowed_env, run_env
 
 CACHE = Path(os.environ.get("REPRODUCER_CACHE") or ROOT / ".cache")
@@ -50,12 +53,11 @@ class Plan:
     cache: Path = CACHE
     threads: int = 0
     several: bool = False
-    stop: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One line of the closing table."""
+    """One line of the closing table. ``killed`` are cells whose runs were found killed before this one."""
 
     cell: Cell
     verdict: Verdict
@@ -66,37 +68,110 @@ class Row:
     ran: bool
     environment: Environment | None
     message: str
+    killed: tuple[str, ...] = ()
 
     @property
     def as_expected(self) -> bool:
         return self.verdict.meets(self.expected)
 
 
-def run_all(plan: Plan, chosen: Sequence[Release], *, jobs: int, done: Callable[[Row], None] = lambda row: None) -> list[Row]:
-    """Both sides of each release, ``jobs`` releases at a time; ``done`` is told of each row as it is there.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """A release that could not be run for a reason that says nothing of it: the call, the machine, or a fault of ours."""
+
+    pack: str
+    dist: str
+    version: str
+    message: str
+
+
+def run_all(
+    tasks: Sequence[tuple[Plan, Release]], pool: Pool, *, done: Callable[[Row | Failure], None] = lambda row: None
+) -> tuple[list[Row], list[Failure]]:
+    """Both sides of each release; ``done`` is told of each row as it is there. A release that fails stops no other.
 
     On Ctrl-C whatever runs is killed, and what is finished has its receipt.
     """
-    plan = replace(plan, several=len(chosen) > 1)
-    rows: dict[int, list[Row]] = {}
-    with ThreadPoolExecutor(max_workers=jobs) as pool:
-        futures = {pool.submit(_both_sides, plan, release, done): i for i, release in enumerate(chosen)}
-        try:
-            for future in as_completed(futures):
-                rows[futures[future]] = future.result()
-        except BaseException:
-            plan.stop.set()
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
-    return [row for i in sorted(rows) for row in rows[i]]
+    ended: dict[int, list[Row] | Failure] = {}
+    # Threads tell of each side as it ends; from another process the rows of a release come together.
+    given: dict[str, Any] = {"stop": pool.stop, "done": done} if pool.stop else {}
+    futures = {pool.executor.submit(run_release, plan, release, **given): i for i, (plan, release) in enumerate(tasks)}
+    try:
+        for future in as_completed(futures):
+            i = futures[future]
+            try:
+                ended[i] = rows = future.result()
+                for row in rows if not given else ():
+                    done(row)
+            except Exception as error:
+                plan, release = tasks[i]
+                ended[i] = failure = Failure(
+                    pack=plan.pack.name, dist=plan.pack.package, version=release.version, message=_told(error)
+                )
+                done(failure)
+    except BaseException:
+        if pool.stop:
+            pool.stop.set()
+        pool.executor.shutdown(wait=pool.stop is not None, cancel_futures=True)
+        raise
+    in_order = [ended[i] for i in sorted(ended)]
+    return [row for rows in in_order if isinstance(rows, list) for row in rows], [f for f in in_order if isinstance(f, Failure)]
 
 
-def _both_sides(plan: Plan, release: Release, done: Callable[[Row], None]) -> list[Row]:
-    unpatched = _side(plan, release, "unpatched")
+def _told(error: Exception) -> str:
+    if isinstance(error, UserError):
+        return str(error)
+    place = traceback.extract_tb(error.__traceback__)[-1:]
+    at = f" at {Path(place[0].filename).name}:{place[0].lineno}" if place else ""
+    return f"{type(error).__name__}: {error}{at} (a fault of the runner, or of the machine)."
+
+
+def run_release(
+    plan: Plan,
+    release: Release,
+    *,
+    stop: threading.Event | None = None,
+    done: Callable[[Row], None] = lambda row: None,
+) -> list[Row]:
+    """Both sides of one release, the unit of work of every pool."""
+    killed = sweep(plan.cache)
+    unpatched = _side(plan, release, "unpatched", stop=stop, killed=killed)
     done(unpatched)
-    patched = _side(plan, release, "patched", unpatched)
+    patched = _side(plan, release, "patched", unpatched, stop=stop)
     done(patched)
     return [unpatched, patched]
+
+
+def sweep(cache: Path) -> list[str]:
+    """Clear away what killed runs left, processes and folders; returns which cells they were at."""
+    found = []
+    for folder in sorted(cache.glob("cells/*/")):
+        try:
+            with locked(folder.with_suffix(".lock"), wait=False):
+                if (folder / "cell").is_file():
+                    found.append((folder / "cell").read_text(encoding="utf-8"))
+                    kill_marked(folder.name)
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.with_suffix(".lock").unlink(missing_ok=True)
+        except BlockingIOError:  # It is being run.
+            continue
+    return found
+
+
+@contextmanager
+def _folder(cache: Path, cell: Cell) -> Iterator[Path]:
+    """A folder for one run, held for as long as we live: whoever finds it not held knows that its run was killed."""
+    # Short, for sockets are made below it, and their paths may have 107 characters.
+    place = cache.resolve() / "cells" / uuid.uuid4().hex[:12]
+    with locked(place.with_suffix(".lock")):
+        try:
+            for folder in ("overlay", "home", "tmp"):
+                (place / folder).mkdir(parents=True)
+            (place / "cell").write_text(cell.label, encoding="utf-8")
+            yield place
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+            place.with_suffix(".lock").unlink(missing_ok=True)
 
 
 def expected(plan: Plan, version: str, side: str) -> tuple[str, str]:
@@ -115,15 +190,19 @@ def expected(plan: Plan, version: str, side: str) -> tuple[str, str]:
     return expectation.verdict, expectation.why
 
 
-def _side(plan: Plan, release: Release, side: str, before: Row | None = None) -> Row:
+def _side(
+    plan: Plan,
+    release: Release,
+    side: str,
+    before: Row | None = None,
+    *,
+    stop: threading.Event | None,
+    killed: Sequence[str] = (),
+) -> Row:
     cell = Cell(pack=plan.pack.name, dist=plan.pack.package, version=release.version, side=side, variant=plan.variant)
     started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    plan.cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f"{cell.pack}-", dir=plan.cache, ignore_cleanup_errors=True) as scratch:
-        place = Path(scratch).resolve()
-        for folder in ("overlay", "home", "tmp"):
-            (place / folder).mkdir()
-        attempt = _Attempt(plan, release, cell, place, before.environment if before else None)
+    with writing(plan.cache), _folder(plan.cache, cell) as place:
+        attempt = _Attempt(plan, release, cell, place, before.environment if before else None, stop)
         ended, output = attempt.closing(before.verdict if before else None)
     verdict_log = attempt.log(output, ended)
     verdict = grade(verdict_log)
@@ -155,17 +234,27 @@ def _side(plan: Plan, release: Release, side: str, before: Row | None = None) ->
         ran=ended.get("stopped") not in ("nothing-to-patch", "skipped"),
         environment=attempt.environment,
         message=str(ended.get("message", "")),
+        killed=tuple(killed),
     )
 
 
 class _Attempt:
     """One try at one cell: everything up to the closing line of its log."""
 
-    def __init__(self, plan: Plan, release: Release, cell: Cell, place: Path, environment: Environment | None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        release: Release,
+        cell: Cell,
+        place: Path,
+        environment: Environment | None,
+        stop: threading.Event | None,
+    ) -> None:
         self.plan = plan
         self.release = release
         self.cell = cell
         self.place = place
+        self.stop = stop
         self.environment = environment  # the other side's: a side that is not run is still about the same file
         self.command: list[str] = []
         self.env: dict[str, str] = {}
@@ -288,6 +377,7 @@ class _Attempt:
             **({"OMP_NUM_THREADS": str(plan.threads)} if plan.threads and "OMP_NUM_THREADS" not in os.environ else {}),
             "PYTHONUNBUFFERED": "1",
             "REPRODUCER_SIDE": self.cell.side,
+            "REPRODUCER_DIST": self.cell.dist,
             # Compile caches go into the cell's own folder: no run sees another's kernels.
             "HOME": str(self.place / "home"),
             "TMPDIR": str(self.place / "tmp"),
@@ -301,7 +391,8 @@ class _Attempt:
                 cwd=self.place / "tmp",
                 timeout=plan.pack.timeout,
                 memory=int(plan.pack.memory * 2**30),
-                stop=plan.stop,
+                stop=self.stop,
+                mark=self.place.name,
             )
 
     def _scrubber(self) -> Scrubber:
@@ -325,28 +416,6 @@ def _skip(before: Verdict) -> dict[str, str] | None:
     if before.outcome in ("ABSENT", "CHANGED"):
         return {"stopped": "nothing-to-patch", "message": f"the unpatched side is {before}"}
     return {"stopped": "skipped", "verdict": before.outcome, "message": before.reason}
-
-
-def built_wheels(pack: Pack, cache: Path) -> dict[str, Path]:
-    """The wheels that a pack builds itself (the self-test's toy releases), by version."""
-    assert pack.wheels is not None
-    source = pack.folder / pack.wheels
-    folder = cache / "built" / f"{pack.name}-{hashlib.sha256(source.read_bytes()).hexdigest()[:12]}"
-    if not folder.is_dir():
-        part = Path(tempfile.mkdtemp(prefix=f"{pack.name}-", dir=_made(cache / "built")))
-        namespace: dict[str, Any] = {"__name__": pack.wheels}
-        exec(compile(source.read_text(encoding="utf-8"), str(source), "exec"), namespace)
-        namespace["build"](part)
-        try:
-            part.replace(folder)
-        except OSError:  # Another run was faster.
-            shutil.rmtree(part, ignore_errors=True)
-    return {path.name.split("-")[1]: path for path in sorted(folder.glob("*.whl"))}
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def default_jobs(lane: str) -> int:

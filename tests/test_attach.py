@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from common import attach
+from common import attach, history
 from common.errors import UserError
 from common.pack import find
 
@@ -49,7 +49,7 @@ def test_a_history_that_goes_back_and_forth_stays_so(tmp_path, store):
         .replace("BUG_REPRODUCED", "CHANGED: scalar")
         .replace('"exit": 10', '"exit": 125'),
     )
-    found = attach.ranges(attach.load(PACK, tmp_path, None))
+    found = history.ranges(attach.load(PACK, tmp_path, None))
     assert [(r.name, r.unpatched) for r in found] == [
         ("0.5.8", "BUG_REPRODUCED"),
         ("0.6.0", "CHANGED: scalar"),

@@ -71,9 +71,10 @@ def test_generated_tables_are_up_to_date_and_the_check_can_fail(tmp_path):
     # results/README.md is for lint to check: whoever has run a pack here has receipts that it does not know yet.
     assert "README.md" not in tables.update(check=True)
     (tmp_path / "README.md").write_text("<!-- packs -->\nold\n<!-- /packs -->\n")
-    assert tables.update(check=True, root=tmp_path) == ["README.md", "results/README.md"]
+    everything = ["README.md", "results/README.md", "results/timeline.json"]
+    assert tables.update(check=True, root=tmp_path) == everything
     assert "old" in (tmp_path / "README.md").read_text()
-    assert tables.update(root=tmp_path) == ["README.md", "results/README.md"]
+    assert tables.update(root=tmp_path) == everything
     assert tables.update(check=True, root=tmp_path) == []
     assert "pack09" in (tmp_path / "README.md").read_text()
 
@@ -82,24 +83,3 @@ def test_no_upstream_code_is_stored():
     """Fixes are transforms and diffs are outputs: no file in git is a diff, and none holds a copyright of others."""
     for path in subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT, check=True).stdout.split():
         assert Path(path).suffix not in (".diff", ".patch", ".whl", ".gz")
-
-
-def test_the_history_shows_what_came_back(tmp_path, store):
-    from conftest import FACTS, make_log
-
-    from common.pack import all_packs
-
-    fixed = {**FACTS, "verdict": "ABSENT", "comparisons": [FACTS["comparisons"][0], {**FACTS["comparisons"][1], "error": 1e-7}]}
-    for version, wrong in (("0.5.8", True), ("0.6.2", False), ("0.8.1", True), ("0.8.2", False)):
-        facts = {**(FACTS if wrong else fixed), "version": version}
-        log = make_log(facts, sentinel="BUG_REPRODUCED" if wrong else "BUG_ABSENT", exit=10 if wrong else 0)
-        store(tmp_path, version=version, log=log.replace('"version": "1.0"', f'"version": "{version}"'))
-    text = tables.history(all_packs(), tables.stored_runs(all_packs(), tmp_path))
-    assert "First wrong 0.5.8, last wrong 0.8.1, first right after it 0.8.2 (commit 9ac26bb8)." in text
-    rows = [line.split("|")[1:3] for line in text.splitlines() if line.startswith("| 0")]
-    assert [[cell.strip() for cell in row] for row in rows] == [
-        ["0.5.8", "BUG_REPRODUCED"],
-        ["0.6.2", "BUG_ABSENT"],
-        ["0.8.1", "BUG_REPRODUCED"],
-        ["0.8.2", "BUG_ABSENT"],
-    ]

@@ -79,8 +79,9 @@ except Exception:
     traceback.print_exc()
     finish("UNTESTABLE", "import")
 flce_function = flce.LigerFusedLinearCrossEntropyFunction
-facts.update(file=flce.__file__, version=version("liger-kernel"))
-print(f"liger-kernel {version('liger-kernel')}, torch {torch.__version__}, triton {version('triton')}, {evidence}")
+release = version(os.environ.get("REPRODUCER_DIST", "liger-kernel"))  # or liger-kernel-nightly
+facts.update(file=flce.__file__, version=release)
+print(f"liger-kernel {release}, torch {torch.__version__}, triton {version('triton')}, {evidence}")
 parameters = list(inspect.signature(flce_function.forward).parameters.values())[1:]
 if "reduction" not in [p.name for p in parameters]:
     finish("UNTESTABLE", "no-api")

@@ -1,0 +1,357 @@
+"""What the stored receipts say of each release: read once, kept small, in order of release. Every table is made from this."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+
+from common import lanes, receipt
+from common.errors import UserError
+from common.grade import Verdict, strength
+from common.pack import Pack
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """One stored run, without its log and its list of distributions, which `log` and `document` read again."""
+
+    path: Path
+    machine: str
+    pack: str
+    dist: str
+    version: str
+    side: str
+    variant: str
+    lane: str
+    verdict: Verdict
+    stopped: str | None
+    started: str
+    seconds: float
+    stale: bool
+    wheel: str
+    sha256: str
+    log_name: str
+    log_sha256: str
+    patch: Mapping[str, str] | None
+    torch: str | None
+    triton: str | None
+    device: str
+
+    @property
+    def outcome(self) -> str:
+        return self.verdict.outcome
+
+    @property
+    def evidence(self) -> str:
+        return self.verdict.evidence
+
+    @property
+    def word(self) -> str:
+        """The verdict in the words of a script's last line."""
+        if self.stopped == "skipped":
+            return "not run"
+        return said(self.verdict, self.side)
+
+    def document(self) -> dict[str, Any]:
+        return receipt.read(self.path)
+
+    def log(self) -> str:
+        return receipt.read_log(self.path, self.document())
+
+
+def said(verdict: Verdict, side: str) -> str:
+    words = {
+        "REPRODUCED": "BUG_REPRODUCED",
+        "ABSENT": "FIX_VALIDATED" if side == "patched" else "BUG_ABSENT",
+        "NOTHING_TO_PATCH": "nothing to patch",
+    }
+    return words.get(verdict.outcome) or str(verdict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class History:
+    """Stored runs in order of pack, package, release, side and machine; ``unreadable`` says what is wrong with those that are not whole."""
+
+    runs: Sequence[Seen] = ()
+    unreadable: Mapping[Path, UserError] = field(default_factory=dict)
+
+    def of(self, pack: str, *, machine: str | None = None, dist: str | None = None, variant: str = "") -> list[Seen]:
+        return [
+            seen
+            for seen in self.runs
+            if seen.pack == pack and seen.variant == variant and machine in (None, seen.machine) and dist in (None, seen.dist)
+        ]
+
+    def by_pack(self) -> dict[str, list[Seen]]:
+        """Without variants: those answer other questions than "which release"."""
+        return _grouped((seen for seen in self.runs if not seen.variant), "pack")
+
+    def by_machine(self, pack: str, dist: str) -> dict[str, list[Seen]]:
+        return _grouped(self.of(pack, dist=dist), "machine")
+
+
+def _grouped(runs: Iterable[Seen], name: str) -> dict[str, list[Seen]]:
+    found: dict[str, list[Seen]] = defaultdict(list)
+    for seen in runs:
+        found[getattr(seen, name)].append(seen)
+    return dict(sorted(found.items()))
+
+
+def load(results: Path, packs: Iterable[Pack]) -> History:
+    """All stored runs of ``packs``. One that cannot be read does not hide the others."""
+    known = {pack.name: pack for pack in packs}
+    freshness = _Freshness()
+    runs: list[Seen] = []
+    unreadable: dict[Path, UserError] = {}
+    for path in receipt.stored(results):
+        if path.parent.name not in known:
+            continue
+        try:
+            runs.append(_seen(path, receipt.read(path), known[path.parent.name], freshness))
+        except UserError as error:
+            unreadable[path] = error
+    runs.sort(key=lambda seen: (seen.pack, seen.dist, order(seen.version), seen.side == "patched", seen.variant, seen.machine))
+    return History(runs=runs, unreadable=unreadable)
+
+
+def _seen(path: Path, document: dict[str, Any], pack: Pack, freshness: _Freshness) -> Seen:
+    facts, subject = document["predicate"]["reproducer"], document["subject"][0]
+    environment = facts["environment"]
+    return Seen(
+        path=path,
+        machine=path.parent.parent.name,
+        pack=facts["pack"],
+        dist=facts["dist"],
+        version=facts["version"],
+        side=facts["side"],
+        variant=facts["variant"],
+        lane=facts["lane"],
+        verdict=Verdict(
+            outcome=facts["outcome"],
+            reason=facts["reason"],
+            evidence=facts["evidence"],
+            bug_error=facts["bug_error"],
+            limit=facts["limit"],
+            control_error=facts["control_error"],
+            claims=tuple(facts["claims"]),
+        ),
+        stopped=facts["stopped"],
+        started=facts["started"],
+        seconds=facts["seconds"],
+        stale=freshness.is_stale(document, pack),
+        wheel=subject["name"],
+        sha256=subject["digest"].get("sha256", ""),
+        log_name=facts["log"]["name"],
+        log_sha256=facts["log"]["sha256"],
+        patch=facts["patch"],
+        torch=environment["torch"],
+        triton=environment["triton"],
+        device=", ".join(gpu["name"] for gpu in environment["gpus"]) or "CPU",
+    )
+
+
+class _Freshness:
+    """Today's hashes of each pack, side and lane, taken once."""
+
+    def __init__(self) -> None:
+        self._today: dict[tuple[str, str, str], dict[str, str]] = {}
+
+    def is_stale(self, document: Mapping[str, Any], pack: Pack) -> bool:
+        facts = document["predicate"]["reproducer"]
+        key = (pack.name, facts["side"], facts["lane"])
+        if key not in self._today:
+            self._today[key] = pack.hashes(facts["side"], lanes.files(facts["lane"]))
+        return receipt.hashes(document) != self._today[key]
+
+
+@lru_cache(maxsize=65_536)
+def order(version: str) -> Version:
+    try:
+        return Version(version)
+    except InvalidVersion:  # A receipt that was edited by hand: first, where it is seen.
+        return Version("0.dev0")
+
+
+def strongest(runs: Iterable[Seen]) -> str:
+    """The strongest evidence level among some runs."""
+    return max((seen.evidence for seen in runs), key=strength, default="none")
+
+
+def best(runs: Iterable[Seen]) -> Seen | None:
+    """The run to go by for one cell: a fresh one before a stale one, then the one with the strongest evidence."""
+    return max(runs, key=lambda seen: (not seen.stale, strength(seen.evidence), seen.machine), default=None)
+
+
+def releases(runs: Iterable[Seen]) -> dict[str, dict[str, list[Seen]]]:
+    """release -> side -> the runs of it, oldest release first."""
+    found: dict[str, dict[str, list[Seen]]] = {}
+    for seen in sorted(runs, key=lambda seen: order(seen.version)):
+        found.setdefault(seen.version, {}).setdefault(seen.side, []).append(seen)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """A cell (or a release beside the one before it) that shows something else than before."""
+
+    kind: str
+    pack: str
+    dist: str
+    version: str
+    side: str
+    before: str
+    before_version: str
+    after: str
+    evidence: str
+    machine: str
+    runs: int = 1
+    agree: int = 1
+
+    def __str__(self) -> str:
+        since = f" in {self.before_version}" if self.before_version != self.version else ""
+        count = f" ({self.agree} of {self.runs} runs)" if self.runs > 1 else ""
+        return (
+            f"{self.pack} {self.dist} {self.version} {self.side}: "
+            f"{self.before or 'not seen before'}{since} → {self.after}{count}, {self.evidence}"
+        )
+
+
+#: What the words mean; after https://github.com/rust-lang/crater's report.
+CHANGES = {
+    "regressed": "the bug is there and was not (or the fix no longer cures it)",
+    "fixed": "the bug was there and is not",
+    "broken": "it could be told and no longer can: the run failed, or something else happens now",
+    "spurious": "runs of the same cell differ",
+    "stale": "the receipt was made by another script or fix than today's",
+}
+
+
+def change(side: str, before: str, after: str) -> str | None:
+    """The kind of change between two outcomes, None for none worth a word.
+
+    A bug that turns up where nothing could be told before has regressed too: somebody who upgrades meets it.
+    """
+    told = ("REPRODUCED", "ABSENT")
+    if before == after or not before or "NOTHING_TO_PATCH" in (before, after):
+        return None
+    if after == "REPRODUCED":
+        return "regressed"
+    if after == "ABSENT":
+        return "fixed" if before == "REPRODUCED" else None
+    return "broken" if before in told else None
+
+
+def transitions(runs: Iterable[Seen]) -> Iterator[Change]:
+    """What changed from release to release, going by the best run of each, as released."""
+    before: Seen | None = None
+    for sides in releases(runs).values():
+        seen = best(sides.get("unpatched", ()))
+        if seen is None:
+            continue
+        kind = change("unpatched", before.outcome, seen.outcome) if before else None
+        if before and kind:
+            yield Change(
+                kind=kind,
+                pack=seen.pack,
+                dist=seen.dist,
+                version=seen.version,
+                side="unpatched",
+                before=before.word,
+                before_version=before.version,
+                after=seen.word,
+                evidence=seen.evidence,
+                machine=seen.machine,
+            )
+        before = seen
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stretch:
+    """Neighbouring releases that have the bug. ``fixed`` is the first one after them seen without it; None where none is."""
+
+    first: str
+    last: str
+    fixed: str | None
+    versions: tuple[str, ...]
+
+
+def stretches(runs: Iterable[Seen]) -> list[Stretch]:
+    """Where the bug was, in as many pieces as it came. Releases that could not be told end a piece and do not fix it."""
+    told = [
+        (version, seen) for version, sides in releases(runs).items() if (seen := best(sides.get("unpatched", ()))) is not None
+    ]
+    found: list[Stretch] = []
+    for wrong, group in groupby(told, key=lambda item: item[1].outcome == "REPRODUCED"):
+        versions = tuple(version for version, _ in group)
+        if wrong:
+            after = told[told.index(next(item for item in told if item[0] == versions[-1])) + 1 :]
+            ended = next((item for item in after if item[1].outcome in ("REPRODUCED", "ABSENT")), None)
+            fixed = ended[0] if ended and ended[1].outcome == "ABSENT" else None
+            found.append(Stretch(first=versions[0], last=versions[-1], fixed=fixed, versions=versions))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Range:
+    """Neighbouring releases that show the same."""
+
+    first: str
+    last: str
+    count: int
+    unpatched: str
+    patched: str
+    bug: str
+    limit: str
+    control: str
+    fixed: str
+    stale: bool
+
+    @property
+    def name(self) -> str:
+        return self.first if self.count == 1 else f"{self.first} – {self.last} ({self.count} releases)"
+
+
+def ranges(runs: Iterable[Seen]) -> list[Range]:
+    """Releases in order, neighbours with the same verdicts taken together; histories that go back and forth stay so."""
+    found = []
+    sides = {version: {side: best(seen) for side, seen in both.items()} for version, both in releases(runs).items()}
+
+    def words(item: tuple[str, dict[str, Seen | None]]) -> tuple[str, str]:
+        both = item[1]
+        first, second = both.get("unpatched"), both.get("patched")
+        return first.word if first else "–", second.word if second else "–"
+
+    for (unpatched, patched), group in groupby(sides.items(), key=words):
+        items = list(group)
+        first = [seen.verdict for _, both in items if (seen := both.get("unpatched"))]
+        second = [seen.verdict for _, both in items if (seen := both.get("patched"))]
+        found.append(
+            Range(
+                first=items[0][0],
+                last=items[-1][0],
+                count=len(items),
+                unpatched=unpatched,
+                patched=patched,
+                bug=_span(v.bug_error for v in first),
+                limit=_span(v.limit for v in first),
+                control=_span(v.control_error for v in first),
+                fixed=_span(v.bug_error for v in second),
+                stale=any(seen.stale for _, both in items for seen in both.values() if seen),
+            )
+        )
+    return found
+
+
+def _span(values: Iterable[float | None]) -> str:
+    numbers = sorted(value for value in values if value is not None)
+    if not numbers:
+        return "–"
+    low, high = f"{numbers[0]:.1e}", f"{numbers[-1]:.1e}"
+    return low if low == high else f"{low} … {high}"

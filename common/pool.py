@@ -1,0 +1,78 @@
+"""Where runs run: threads of this process, or a dask cluster. The same interface on both sides: ``concurrent.futures``.
+
+Nothing of ours schedules: https://distributed.dask.org places, moves and restarts the work on a cluster.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from common.errors import UserError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pool:
+    """``stop`` ends what runs in this process, None where runs are elsewhere; ``ask`` calls a function where runs run."""
+
+    executor: Executor
+    stop: threading.Event | None
+    ask: Callable[[Callable[[], Any]], Any]
+    where: str
+
+
+@contextmanager
+def threads(jobs: int) -> Iterator[Pool]:
+    """``jobs`` runs at a time; a thread only waits for the process that it has started."""
+    with ThreadPoolExecutor(max_workers=jobs) as executor:
+        yield Pool(executor=executor, stop=threading.Event(), ask=lambda function: function(), where=f"{jobs} at a time")
+
+
+@contextmanager
+def cluster(address: str, jobs: int | None = None) -> Iterator[Pool]:
+    """The dask cluster with its scheduler at ``address`` (tcp://host:8786); "local" starts one of ``jobs`` processes here.
+
+    Its workers need this checkout at the same path, with ``results/`` and ``.cache/`` on a file system that all share.
+    """
+    try:
+        from distributed import Client, LocalCluster
+    except ImportError as error:
+        raise UserError("--scheduler needs dask: python -m pip install 'distributed>=2024.1'.") from error
+    local = LocalCluster(n_workers=jobs, threads_per_worker=1, processes=True) if address == "local" else None
+    try:
+        try:
+            client = Client(local or address, timeout=30)
+        except (OSError, ValueError, TimeoutError) as error:
+            raise UserError(
+                f"No dask scheduler answers at {address}: start one with 'dask scheduler', and give the address that it prints."
+            ) from error
+        try:
+            workers = len(client.nthreads())
+            yield Pool(
+                executor=client.get_executor(pure=False),
+                stop=None,
+                ask=lambda function: _one_answer(client.run(function), function),
+                where=f"dask, {workers} worker(s), dashboard {client.dashboard_link}",
+            )
+        finally:
+            client.close()
+    finally:
+        if local is not None:
+            local.close()
+
+
+def _one_answer(answers: dict[str, T], function: Callable[[], T]) -> T:
+    if not answers:
+        raise UserError("The dask cluster has no worker: start some with 'dask worker ADDRESS'.")
+    kinds = {str(answer) for answer in answers.values()}
+    if len(kinds) > 1:
+        raise UserError(
+            f"The workers are not of one kind ({', '.join(sorted(kinds))}): receipts are kept by machine, so start a cluster for each."
+        )
+    return next(iter(answers.values()))

@@ -1,0 +1,235 @@
+"""Which release has which bug: the stored runs as a matrix for people, and as JSON, OSV and Atom for machines."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from common import history
+from common.grade import strength
+from common.history import History, Seen, Stretch, best, order, ranges, stretches, strongest
+from common.pack import Pack
+
+SCHEMA = 1
+#: How a verdict is drawn; the letter beside it is the first of its evidence level.
+GLYPH = {"REPRODUCED": "✗", "ABSENT": "✓", "CHANGED": "~", "UNTESTABLE": "?", "ERROR": "!"}
+LEGEND = (
+    "✗ the bug is there · ✗→✓ and the pack's fix cures it · ✓ it is not there · ~ something else happens · ? it cannot be told · "
+    "! the harness failed · blank: never run. "
+    "Letters, weakest evidence first: S source, I interpreter, C codegen, E emulated, D device. In brackets: stale, "
+    "the script or the fix has changed since."
+)
+
+
+def packages(packs: Iterable[Pack], stored: History) -> dict[str, list[Pack]]:
+    """Each package with receipts, nightlies among them, and the packs that were run on it."""
+    found: dict[str, list[Pack]] = {}
+    by_name = {pack.name: pack for pack in packs}
+    for seen in stored.runs:
+        if seen.pack in by_name and by_name[seen.pack] not in found.setdefault(seen.dist, []):
+            found[seen.dist].append(by_name[seen.pack])
+    return dict(sorted(found.items()))
+
+
+def glyph(sides: Mapping[str, Sequence[Seen]]) -> str:
+    """A cell of the matrix. Machines that do not agree are shown side by side, the strongest evidence first."""
+    fresh = [seen for seen in sides.get("unpatched", ()) if not seen.stale] or list(sides.get("unpatched", ()))
+    drawn: dict[str, Seen] = {}
+    for seen in sorted(fresh, key=lambda seen: -strength(seen.evidence)):
+        drawn.setdefault(seen.outcome, seen)
+    words = []
+    for seen in drawn.values():
+        cured = [s for s in sides.get("patched", ()) if s.machine == seen.machine and s.outcome == "ABSENT"]
+        mark = GLYPH.get(seen.outcome, "!") + ("→✓" if seen.outcome == "REPRODUCED" and cured else "")
+        letter = "" if seen.evidence == "none" else f" {seen.evidence[0].upper()}"
+        words.append(f"({mark}{letter})" if seen.stale else f"{mark}{letter}")
+    return " ".join(words)
+
+
+def summary(pack: Pack, runs: Sequence[Seen]) -> str:
+    """First bad, last bad, first good; every stretch, for histories that go back and forth."""
+    wrong = stretches(runs)
+    if not wrong:
+        return "No release shows the bug."
+    told = "; ".join(_stretch(stretch) for stretch in wrong)
+    first, last, good = wrong[0].first, wrong[-1].last, wrong[-1].fixed
+    text = f"First bad {first}, last bad {last}, {f'first good {good}' if good else 'none good after it'}."
+    if len(wrong) > 1:
+        text += f" It came {_times(len(wrong))}: {told}."
+    if commit := pack.fixed.get("commit"):
+        where = pack.fixed.get("release")
+        text += f" Fix: commit {commit}" + (f", first released in {where}." if where else ", not released yet.")
+    return text
+
+
+def _times(count: int) -> str:
+    return {2: "twice", 3: "three times"}.get(count, f"{count} times")
+
+
+def _stretch(stretch: Stretch) -> str:
+    name = stretch.first if stretch.first == stretch.last else f"{stretch.first} – {stretch.last}"
+    return f"{name} (right again in {stretch.fixed})" if stretch.fixed else f"{name} (what follows shows neither)"
+
+
+def markdown(packs: Sequence[Pack], stored: History) -> str:
+    """results/README.md: a matrix for each package, newest release first, and the figures of each pack below."""
+    lines = ["# What was seen", "", "Generated from the receipts beside it by `python -m common tables`.", "", LEGEND]
+    for path, error in stored.unreadable.items():
+        lines += ["", f"**Not counted:** `{path.parent.name}/{path.name}`. {str(error).replace(str(path), 'It')}"]
+    for package, about in packages(packs, stored).items():
+        lines += ["", f"## {package}", ""]
+        runs = {pack.name: stored.of(pack.name, dist=package) for pack in about}
+        for pack in about:
+            lines.append(
+                f"- [{pack.name}](../packs/{pack.folder.name}/README.md) {pack.title}. {summary(pack, runs[pack.name])}"
+            )
+        lines += ["", f"| release | {' | '.join(pack.name for pack in about)} |", f"|---|{'---|' * len(about)}"]
+        by_release = {name: history.releases(seen) for name, seen in runs.items()}
+        for version in sorted({v for found in by_release.values() for v in found}, key=order, reverse=True):
+            cells = (glyph(by_release[pack.name].get(version, {})) for pack in about)
+            lines.append(f"| {version} | {' | '.join(cells)} |")
+        for pack in about:
+            for machine, seen in stored.by_machine(pack.name, package).items():
+                lines += ["", f"<details><summary>{pack.name} on {machine}: {strongest(seen)}, errors</summary>", ""]
+                lines += ["| release | as released | with the fix | bug error | limit | control error |"]
+                lines += ["|---|---|---|---|---|---|"]
+                for row in ranges(seen):
+                    stale = " (stale)" if row.stale else ""
+                    lines.append(
+                        f"| {row.name}{stale} | {row.unpatched} | {row.patched} | {row.bug} | {row.limit} | {row.control} |"
+                    )
+                lines += ["", "</details>"]
+    return "\n".join(lines) + "\n"
+
+
+def document(packs: Sequence[Pack], stored: History) -> dict[str, Any]:
+    """results/timeline.json; its schema is schemas/timeline.json. Dates are left to the receipts, so that it says only what changed."""
+    found = []
+    for package, about in packages(packs, stored).items():
+        for pack in about:
+            runs = stored.of(pack.name, dist=package)
+            found.append(
+                {
+                    "pack": pack.name,
+                    "title": pack.title,
+                    "package": package,
+                    "upstream": pack.upstream,
+                    "kind": pack.kind,
+                    "threads": list(pack.threads),
+                    "fixed": dict(pack.fixed),
+                    "bad": [
+                        {"first": s.first, "last": s.last, "fixed": s.fixed, "versions": list(s.versions)}
+                        for s in stretches(runs)
+                    ],
+                    "releases": [
+                        {
+                            "version": version,
+                            "runs": [_run(seen) for seen in sides.get("unpatched", []) + sides.get("patched", [])],
+                        }
+                        for version, sides in history.releases(runs).items()
+                    ],
+                }
+            )
+    return {"schema": SCHEMA, "packs": found}
+
+
+def _run(seen: Seen) -> dict[str, Any]:
+    return {
+        "machine": seen.machine,
+        "side": seen.side,
+        "outcome": seen.outcome,
+        "reason": seen.verdict.reason,
+        "evidence": seen.evidence,
+        "stale": seen.stale,
+        "receipt": f"{seen.machine}/{seen.pack}/{seen.path.name}",
+    }
+
+
+def osv(pack: Pack, runs: Sequence[Seen]) -> dict[str, Any] | None:
+    """The releases with the bug in the OSV schema (https://ossf.github.io/osv-schema/); None where there is none.
+
+    A stretch that ends at a release without the bug is an ``introduced`` / ``fixed`` range; one that ends at releases that
+    cannot be told, ``introduced`` / ``last_affected``, which OSV wants in a range of its own.
+    """
+    wrong = stretches(runs)
+    if not wrong:
+        return None
+    times = sorted(seen.started for seen in runs)
+    newest = max((order(seen.version) for seen in runs), default=None)
+    ended = [event for s in wrong if s.fixed for event in ({"introduced": s.first}, {"fixed": s.fixed})]
+    pieces = [ended] if ended else []
+    for s in wrong:
+        if not s.fixed:
+            is_open = order(s.last) == newest
+            pieces.append([{"introduced": s.first}, *([] if is_open else [{"last_affected": s.last}])])
+    dist = runs[0].dist
+    return {
+        "schema_version": "1.6.7",
+        "id": f"REPRODUCER-{pack.name.upper()}" + ("" if dist == pack.package else f"-{dist}"),
+        "published": times[0],
+        "modified": times[-1],
+        "summary": pack.title,
+        "details": f"{summary(pack, runs)} Seen by running each release; the strongest evidence is {strongest(runs)}.",
+        "affected": [
+            {
+                "package": {"ecosystem": "PyPI", "name": dist, "purl": f"pkg:pypi/{dist}"},
+                "ranges": [{"type": "ECOSYSTEM", "events": events} for events in pieces],
+                "versions": [version for s in wrong for version in s.versions],
+            }
+        ],
+        "references": [{"type": "REPORT", "url": thread_url(thread)} for thread in pack.threads],
+        "database_specific": {"kind": pack.kind, "note": "a correctness report, not a security advisory"},
+    }
+
+
+def thread_url(thread: str) -> str:
+    """The address of ``owner/name#number``; GitHub leads from issues to the pull request of that number."""
+    name, _, number = thread.partition("#")
+    return f"https://github.com/{name}/issues/{number}" if number else thread
+
+
+def commit_url(pack: Pack) -> str | None:
+    commit = pack.fixed.get("commit")
+    return f"https://github.com/{pack.upstream}/commit/{commit}" if commit and "/" in pack.upstream else None
+
+
+def changes(packs: Sequence[Pack], stored: History) -> Iterator[tuple[str, history.Change]]:
+    """What changed from release to release in every pack, with when it was seen; the latest seen first."""
+    found = []
+    for package, about in packages(packs, stored).items():
+        for pack in about:
+            runs = stored.of(pack.name, dist=package)
+            by_version = history.releases(runs)
+            for change in history.transitions(runs):
+                seen = best(by_version[change.version]["unpatched"])
+                found.append((seen.started if seen else "", change))
+    yield from sorted(found, key=lambda item: (item[0], item[1].pack, order(item[1].version)), reverse=True)
+
+
+def atom(packs: Sequence[Pack], stored: History) -> str:
+    """A feed of what changed from release to release (RFC 4287). Ids stay the same, so nothing is shown twice."""
+    ET.register_namespace("", "http://www.w3.org/2005/Atom")
+    space = "{http://www.w3.org/2005/Atom}"
+    titles = {pack.name: pack.title for pack in packs}
+    told = list(changes(packs, stored))
+
+    def add(parent: ET.Element, tag: str, text: str = "", **attributes: str) -> ET.Element:
+        element = ET.SubElement(parent, f"{space}{tag}", attributes)
+        element.text = text or None
+        return element
+
+    feed = ET.Element(f"{space}feed")
+    add(feed, "id", "tag:reproducer-packs,2026:changes")
+    add(feed, "title", "Reproducer packs: what changed from release to release")
+    add(feed, "updated", max((when for when, _ in told), default="1970-01-01T00:00:00Z"))
+    add(add(feed, "author"), "name", "Reproducer packs")
+    add(feed, "link", rel="self", href="feed.xml")
+    for when, change in told:
+        entry = add(feed, "entry")
+        add(entry, "id", f"tag:reproducer-packs,2026:{change.pack}:{change.dist}:{change.version}:{change.kind}")
+        add(entry, "title", f"{change.kind}: {change.dist} {change.version}, {change.pack}")
+        add(entry, "updated", when)
+        add(entry, "summary", f"{titles[change.pack]}. {change}.")
+        add(entry, "link", rel="alternate", href=f"{change.pack}.html")
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(feed, encoding="unicode") + "\n"
