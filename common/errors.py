@@ -31,7 +31,7 @@ def writing(path: Path) -> Iterator[None]:
             raise UserError(
                 f"No space left on the disk of {path}: free some and run again; nothing half-written was kept."
             ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
             raise UserError(
                 f"{path} cannot be written ({os.strerror(error.errno)}): name another folder with --results."
             ) from error

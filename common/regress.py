@@ -308,9 +308,9 @@ def _key(seen: Seen) -> str:
     return f"{seen.pack} {seen.dist} {seen.version} {seen.side}"
 
 
-def _sorting(key: str) -> tuple[str, str, Version, str]:
+def _sorting(key: str) -> tuple[str, str, Version, bool]:
     pack, dist, version, side = key.split(" ")
-    return pack, dist, order(version), side
+    return pack, dist, order(version), side == "patched"
 
 
 def _plain(seen: Seen) -> dict[str, str]:

@@ -165,7 +165,7 @@ def test_nothing_private_is_stored(cli, tmp_path):
     done = cli("run", "pack00", "--release", "1.0,3.0", env=env, cache=home / "cache")
     assert done.returncode == 0, done.stdout + done.stderr
     files = [path for path in (tmp_path / "results").rglob("*") if path.is_file()]
-    assert len(files) == 9
+    assert len(files) == 10, "four pairs, the machine and its lock"
     for path in files:
         text = path.read_text()
         for secret in ("jdoe", "gpu-node-17", "hunter2", "planted-value", str(tmp_path), str(ROOT)):
