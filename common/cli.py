@@ -135,6 +135,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     watch.set_defaults(call=commands.watch)
 
+    pins = sub.add_parser(
+        "pins",
+        prog=session,
+        help="say which release to pin and what is wrong with the others, and write constraints.txt",
+        description="Say which release of each upstream to pin and what is wrong with the others, from the stored receipts, and write constraints for pip and uv.",
+    )
+    pins.add_argument("upstream", nargs="*", help="e.g. liger-kernel (default: all that there are packs about)")
+    pins.add_argument("--json", action="store_true", help="the advice as JSON on standard output")
+    pins.add_argument(
+        "--output",
+        type=Path,
+        default=Path("constraints.txt"),
+        metavar="FILE",
+        help="where the constraints go (default: constraints.txt)",
+    )
+    pins.add_argument("--results", type=Path, metavar="DIR", help="where receipts are (default: results/)")
+    pins.set_defaults(call=commands.pins)
+
     listing = sub.add_parser("list", help="list the packs")
     listing.set_defaults(call=commands.listing)
 

@@ -257,7 +257,7 @@ def _run_cells(
 ) -> Report:
     from common import regress, report, runner
 
-    for label in runner.sweep(runner.CACHE):
+    for label in runner.killed(runner.CACHE):
         out.print(Text(f"A run that was killed was cleared away: {label}.", "yellow"))
     for pack in {planned.pack.requires: planned.pack for planned, _ in work.tasks}.values():
         _base(pack, out)
@@ -303,13 +303,49 @@ def _print(found: Report, out: Console, folder: Path) -> None:
         out.print(Text(f"✗ {line}", "red"), soft_wrap=True)
     wrong = len(found.unexpected) + len(found.problems)
     said = f"{wrong} not as expected" if wrong else "every verdict is what its pack expects" if found.cells else "none to run"
-    out.print(f"{found.ran} runs, {found.cells} cells: {said}. Receipts in {report.where(folder)}/.", markup=False, soft_wrap=True)
+    out.print(
+        f"{found.ran} runs, {found.cells} cells: {said}. Receipts in {report.where(folder)}/.", markup=False, soft_wrap=True
+    )
     for machine, count in found.stale.items():
         out.print(Text(f"stale      {machine}: {count} receipt(s), {CHANGES['stale']}", "dim"), soft_wrap=True)
     for change in found.changes:
         out.print(Text(f"{change.kind:<10} {change}", "red" if change.kind != "fixed" else "green"), soft_wrap=True)
     if not found.changes:
         out.print("Nothing changed.")
+
+
+def pins(options: argparse.Namespace, extra: list[str]) -> int:
+    from common import history, report, runner
+    from common import pins as pinning
+    from common.releases import releases
+
+    out = report.console(stderr=options.json)
+    packs = [pack for pack in all_packs() if pack.kind != "selftest"]
+    known = sorted({pack.package for pack in packs})
+    if unknown := [name for name in options.upstream if name not in known]:
+        raise UserError(f"No pack is about {unknown[0]!r}; there are packs about {', '.join(known)}.")
+    stored = history.load(options.results or runner.RESULTS, packs)
+    for error in stored.unreadable.values():
+        out.print(Text(f"Not counted: {error}", "yellow"), soft_wrap=True)
+    advices = []
+    for package in options.upstream or known:
+        offered = None
+        try:
+            found, warning = releases(package, runner.CACHE)
+            offered = {release.version: release.yanked for release in found}
+        except UserError as error:
+            warning = f"{error} So a release that was yanked or deleted is not known as such."
+        if warning:
+            out.print(Text(warning, "yellow"), soft_wrap=True)
+        advices.append(pinning.advise(package, packs, stored, offered=offered))
+    if options.json:
+        print(json.dumps([advice.to_dict() for advice in advices], indent=1, ensure_ascii=False))
+    else:
+        for line in (line for advice in advices for line in pinning.text(advice)):
+            out.print(line, markup=False, soft_wrap=True)
+    write_atomically(options.output, pinning.constraints(advices))
+    out.print(f"written: {report.where(options.output)}", markup=False)
+    return OK
 
 
 def listing(options: argparse.Namespace, extra: list[str]) -> int:

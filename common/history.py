@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -75,33 +75,30 @@ def said(verdict: Verdict, side: str) -> str:
     return words.get(verdict.outcome) or str(verdict)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class History:
     """Stored runs in order of pack, package, release, side and machine; ``unreadable`` says what is wrong with those that are not whole."""
 
     runs: Sequence[Seen] = ()
     unreadable: Mapping[Path, UserError] = field(default_factory=dict)
 
-    def of(self, pack: str, *, machine: str | None = None, dist: str | None = None, variant: str = "") -> list[Seen]:
-        return [
-            seen
-            for seen in self.runs
-            if seen.pack == pack and seen.variant == variant and machine in (None, seen.machine) and dist in (None, seen.dist)
-        ]
+    @cached_property
+    def _by_subject(self) -> dict[tuple[str, str], list[Seen]]:
+        found: dict[tuple[str, str], list[Seen]] = defaultdict(list)
+        for seen in self.runs:
+            if not seen.variant:  # Variants answer other questions than "which release".
+                found[seen.pack, seen.dist].append(seen)
+        return found
 
-    def by_pack(self) -> dict[str, list[Seen]]:
-        """Without variants: those answer other questions than "which release"."""
-        return _grouped((seen for seen in self.runs if not seen.variant), "pack")
+    def of(self, pack: str, dist: str) -> list[Seen]:
+        """The runs of a pack on a package, nightlies being a package of their own."""
+        return self._by_subject.get((pack, dist), [])
 
     def by_machine(self, pack: str, dist: str) -> dict[str, list[Seen]]:
-        return _grouped(self.of(pack, dist=dist), "machine")
-
-
-def _grouped(runs: Iterable[Seen], name: str) -> dict[str, list[Seen]]:
-    found: dict[str, list[Seen]] = defaultdict(list)
-    for seen in runs:
-        found[getattr(seen, name)].append(seen)
-    return dict(sorted(found.items()))
+        found: dict[str, list[Seen]] = defaultdict(list)
+        for seen in self.of(pack, dist):
+            found[seen.machine].append(seen)
+        return dict(sorted(found.items()))
 
 
 def load(results: Path, packs: Iterable[Pack]) -> History:

@@ -37,7 +37,7 @@ class Advice:
         return {
             "package": self.package,
             "pin": self.pin,
-            "constraint": "".join(constraint for constraint, _ in self.constraints()),
+            "constraint": self._excluded([r.version for r in reversed(self.releases) if r.wrong]),
             "packs": dict(self.titles),
             "releases": [
                 {
@@ -56,7 +56,10 @@ class Advice:
         for pack, title in self.titles.items():
             versions = [r.version for r in reversed(self.releases) if pack in r.wrong]
             if versions:
-                yield f"{self.package}{','.join(f'!={version}' for version in versions)}", f"{pack}: {title}"
+                yield self._excluded(versions), f"{pack}: {title}"
+
+    def _excluded(self, versions: Iterable[str]) -> str:
+        return f"{self.package}{','.join(f'!={version}' for version in versions)}"
 
 
 def advise(package: str, packs: Iterable[Pack], stored: History, *, offered: Mapping[str, bool] | None = None) -> Advice:
@@ -67,7 +70,7 @@ def advise(package: str, packs: Iterable[Pack], stored: History, *, offered: Map
     about = [pack for pack in packs if pack.package == package]
     verdicts: dict[str, dict[str, history.Seen]] = {}
     for pack in about:
-        for version, sides in history.releases(stored.of(pack.name, dist=package)).items():
+        for version, sides in history.releases(stored.of(pack.name, package)).items():
             if seen := best(sides.get("unpatched", ())):
                 verdicts.setdefault(version, {})[pack.name] = seen
     releases = [

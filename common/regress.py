@@ -93,7 +93,7 @@ def plan(
             machine, results = planned.machine, planned.results
             known, warning = releases.of(pack, planned.cache)
             warnings += [warning] if warning else []
-            seen = stored.of(pack.name, dist=pack.package)
+            seen = stored.of(pack.name, pack.package)
             chosen = _chosen(pack, known, seen, which, since, machine, newer=newer, pre=pre, pending=pending)
             cells += [(planned, release) for release in chosen]
             for release in chosen:
@@ -230,7 +230,7 @@ def run(
         unexpected=list(_unexpected(work, after, changes)),
         problems=problems,
         stale=_stale(after),
-        killed=sorted({label for row in rows for label in row.killed}),
+        killed=runner.killed(work.tasks[0][0].cache) if work.tasks else (),
     )
     before.forget()
     return report
@@ -297,10 +297,13 @@ class _Before:
         """For a release that was never run: the one before it, as released."""
         if seen.side != "unpatched" or seen.pack not in self.started:
             return None
-        runs = [s for s in after.of(seen.pack) if s.side == "unpatched" and order(s.version) < order(seen.version)]
-        older = [s for s in runs if s.machine == seen.machine and s.dist == seen.dist] or [
-            s for s in runs if s.machine == seen.machine
+        runs = [
+            s
+            for s in after.runs
+            if (s.pack, s.machine, s.side, s.variant) == (seen.pack, seen.machine, "unpatched", "")
+            and order(s.version) < order(seen.version)
         ]
+        older = [s for s in runs if s.dist == seen.dist] or runs  # the first nightly follows the newest release
         return _plain(max(older, key=lambda s: order(s.version))) if older else None
 
 

@@ -57,7 +57,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One line of the closing table. ``killed`` are cells whose runs were found killed before this one."""
+    """One line of the closing table."""
 
     cell: Cell
     verdict: Verdict
@@ -68,7 +68,6 @@ class Row:
     ran: bool
     environment: Environment | None
     message: str
-    killed: tuple[str, ...] = ()
 
     @property
     def as_expected(self) -> bool:
@@ -134,28 +133,39 @@ def run_release(
     done: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
     """Both sides of one release, the unit of work of every pool."""
-    killed = sweep(plan.cache)
-    unpatched = _side(plan, release, "unpatched", stop=stop, killed=killed)
+    sweep(plan.cache)
+    unpatched = _side(plan, release, "unpatched", stop=stop)
     done(unpatched)
     patched = _side(plan, release, "patched", unpatched, stop=stop)
     done(patched)
     return [unpatched, patched]
 
 
-def sweep(cache: Path) -> list[str]:
-    """Clear away what killed runs left, processes and folders; returns which cells they were at."""
-    found = []
-    for folder in sorted(cache.glob("cells/*/")):
+def sweep(cache: Path) -> None:
+    """Clear away what killed runs left, processes and folders, and note for `killed` which cells they were at."""
+    for folder in cache.glob("cells/*/"):
         try:
             with locked(folder.with_suffix(".lock"), wait=False):
                 if (folder / "cell").is_file():
-                    found.append((folder / "cell").read_text(encoding="utf-8"))
                     kill_marked(folder.name)
+                    (folder / "cell").replace(folder.with_suffix(".killed"))
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.with_suffix(".lock").unlink(missing_ok=True)
         except BlockingIOError:  # It is being run.
             continue
-    return found
+
+
+def killed(cache: Path) -> list[str]:
+    """The cells whose runs were found killed since this was last asked.
+
+    A worker of a cluster cannot return them: the cluster may compute again, and drop, what a lost worker had returned.
+    """
+    sweep(cache)
+    found = []
+    for note in cache.glob("cells/*.killed"):
+        found.append(note.read_text(encoding="utf-8"))
+        note.unlink(missing_ok=True)
+    return sorted(found)
 
 
 @contextmanager
@@ -197,7 +207,6 @@ def _side(
     before: Row | None = None,
     *,
     stop: threading.Event | None,
-    killed: Sequence[str] = (),
 ) -> Row:
     cell = Cell(pack=plan.pack.name, dist=plan.pack.package, version=release.version, side=side, variant=plan.variant)
     started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -234,7 +243,6 @@ def _side(
         ran=ended.get("stopped") not in ("nothing-to-patch", "skipped"),
         environment=attempt.environment,
         message=str(ended.get("message", "")),
-        killed=tuple(killed),
     )
 
 

@@ -53,7 +53,7 @@ def pack_table(packs: list[Pack], stored: History) -> str:
 
 
 def _newest(pack: Pack, stored: History) -> tuple[str, str]:
-    runs = stored.of(pack.name, dist=pack.package)
+    runs = stored.of(pack.name, pack.package)
     fresh = [seen for seen in runs if seen.side == "unpatched" and not seen.stale]
     if not fresh:
         return "no fresh receipt" if pack.kind != "selftest" else "–", "–"

@@ -76,10 +76,10 @@ def markdown(packs: Sequence[Pack], stored: History) -> str:
     """results/README.md: a matrix for each package, newest release first, and the figures of each pack below."""
     lines = ["# What was seen", "", "Generated from the receipts beside it by `python -m common tables`.", "", LEGEND]
     for path, error in stored.unreadable.items():
-        lines += ["", f"**Not counted:** `{path.parent.name}/{path.name}`. {str(error).replace(str(path), 'It')}"]
+        lines += ["", f"**Not counted:** `{path.parent.name}/{path.name}`. {str(error).replace(f'The receipt {path}', 'It')}"]
     for package, about in packages(packs, stored).items():
         lines += ["", f"## {package}", ""]
-        runs = {pack.name: stored.of(pack.name, dist=package) for pack in about}
+        runs = {pack.name: stored.of(pack.name, package) for pack in about}
         for pack in about:
             lines.append(
                 f"- [{pack.name}](../packs/{pack.folder.name}/README.md) {pack.title}. {summary(pack, runs[pack.name])}"
@@ -108,7 +108,7 @@ def document(packs: Sequence[Pack], stored: History) -> dict[str, Any]:
     found = []
     for package, about in packages(packs, stored).items():
         for pack in about:
-            runs = stored.of(pack.name, dist=package)
+            runs = stored.of(pack.name, package)
             found.append(
                 {
                     "pack": pack.name,
@@ -199,7 +199,7 @@ def changes(packs: Sequence[Pack], stored: History) -> Iterator[tuple[str, histo
     found = []
     for package, about in packages(packs, stored).items():
         for pack in about:
-            runs = stored.of(pack.name, dist=package)
+            runs = stored.of(pack.name, package)
             by_version = history.releases(runs)
             for change in history.transitions(runs):
                 seen = best(by_version[change.version]["unpatched"])

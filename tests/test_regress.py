@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 
@@ -54,7 +55,9 @@ def rewrite(path, *, stale=True, **facts):
     document = json.loads(path.read_text())
     document["predicate"]["reproducer"].update(facts)
     if facts.get("outcome") in ("ABSENT", "REPRODUCED"):
-        document["predicate"]["reproducer"].update(proofs=dict.fromkeys(("agreement", "control", "trigger"), ""), evidence="source")
+        document["predicate"]["reproducer"].update(
+            proofs=dict.fromkeys(("agreement", "control", "trigger"), ""), evidence="source"
+        )
     if stale:
         document["predicate"]["configuration"][0]["digest"]["sha256"] = "0" * 64
     path.write_text(json.dumps(document))
@@ -115,7 +118,10 @@ def test_runs_that_differ_are_spurious(here, tmp_path, monkeypatch):
 def test_a_new_release_is_compared_with_the_one_before_it(here):
     here(("1.0",))
     report = here(("1.0", "2.0", "3.0"))
-    assert [(c.kind, c.version, c.before_version) for c in report.changes] == [("fixed", "2.0", "1.0"), ("broken", "3.0", "2.0")]
+    assert [(c.kind, c.version, c.before_version) for c in report.changes] == [
+        ("fixed", "2.0", "1.0"),
+        ("broken", "3.0", "2.0"),
+    ]
 
 
 def test_what_is_not_expected_is_told_with_the_reason(here):
@@ -245,7 +251,7 @@ def test_a_call_that_was_stopped_goes_on_where_it_stopped(cli, cache, tmp_path, 
     # 7.0 hangs until its time limit, and is the first to be run.
     until(lambda: running(cache, "7.0"))
     process.send_signal(how)
-    out, error = process.communicate(timeout=30)
+    _, error = process.communicate(timeout=30)
     assert process.returncode == (130 if how == signal.SIGINT else -9)
     assert "Traceback" not in error
     if how == signal.SIGINT:
@@ -258,7 +264,9 @@ def test_a_call_that_was_stopped_goes_on_where_it_stopped(cli, cache, tmp_path, 
     assert "7 releases: 0 with fresh receipts" in done.stdout
     assert ("cleared away: pack00 reproducer-toy 7.0 unpatched" in done.stdout) == (how == signal.SIGKILL)
     assert "Going on from a call that was stopped" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("broken     pack00 reproducer-toy 13.0 unpatched: BUG_ABSENT → UNTESTABLE: oom")
+    assert done.stdout.splitlines()[-1].startswith(
+        "broken     pack00 reproducer-toy 13.0 unpatched: BUG_ABSENT → UNTESTABLE: oom"
+    )
     assert not running(cache)
     assert not list(cache.glob("cells/*/"))
     done = cli("regress", "--pack", "00", "--since", "7", "--results", results, cache=cache)
@@ -329,7 +337,9 @@ def test_watch_runs_what_is_newer_and_exits_with_3_when_something_changed(cli, c
     done = cli("watch", "--pack", "00", "--confirm", "2", "--results", results, "--json", tmp_path / "w.json", cache=cache)
     assert done.returncode == 3, done.stdout + done.stderr
     found = json.loads((tmp_path / "w.json").read_text())
-    assert [(c["kind"], c["version"], c["before_version"], c["agree"]) for c in found["changes"]] == [("broken", "12.0", "11.0", 2)]
+    assert [(c["kind"], c["version"], c["before_version"], c["agree"]) for c in found["changes"]] == [
+        ("broken", "12.0", "11.0", 2)
+    ]
     assert done.stdout.splitlines()[-1].startswith("broken     pack00 reproducer-toy 12.0 unpatched: BUG_ABSENT in 11.0")
     done = cli("watch", "--pack", "00", "--results", results, cache=cache)
     assert done.returncode == 0
@@ -349,27 +359,27 @@ def comparable(results):
 
 
 def test_a_cluster_gives_the_same_even_when_a_worker_is_killed(cache, tmp_path):
-    from distributed import Client, LocalCluster
+    from distributed import LocalCluster
 
     pack = find("pack00")
     plan = runner.Plan(pack=pack, lane="device", results=tmp_path / "cluster", machine="here", cache=cache)
     chosen = [r for r in releases.of(pack, cache)[0] if r.version in ("1.0", "2.0", "3.0", "4.0", "7.0", "12.0")]
-    with LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0") as local:
-        with Client(local) as client, pool.cluster(local.scheduler_address) as workers:
-            import threading
 
-            def kill():
-                # 7.0 hangs for three seconds: the worker that waits for it is killed meanwhile.
-                hanging = until(lambda: running(cache, "7.0"))
-                hanging[0].parent().kill()
+    def kill():
+        # 7.0 hangs for three seconds: the worker that waits for it is killed meanwhile.
+        until(lambda: running(cache, "7.0"))[0].parent().kill()
 
-            killer = threading.Thread(target=kill)
-            killer.start()
-            rows, failures = runner.run_all([(plan, release) for release in chosen], workers)
-            killer.join()
-            assert client.nthreads()
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0") as local,
+        pool.cluster(local.scheduler_address) as workers,
+    ):
+        killer = threading.Thread(target=kill)
+        killer.start()
+        rows, failures = runner.run_all([(plan, release) for release in chosen], workers)
+        killer.join()
     assert failures == []
-    assert [label for row in rows for label in row.killed] == ["pack00 reproducer-toy 7.0 unpatched"]
+    assert runner.killed(cache) == ["pack00 reproducer-toy 7.0 unpatched"]
+    assert len(rows) == 12
     with pool.threads(2) as threads:
         runner.run_all([(replace(plan, results=tmp_path / "local"), release) for release in chosen], threads)
     assert comparable(tmp_path / "cluster") == comparable(tmp_path / "local")

@@ -1,0 +1,238 @@
+"""Which release has which bug, as matrix, JSON, OSV and feed; which one to pin."""
+
+import json
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import FACTS, ROOT, make_log
+from hypothesis import given
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+from packaging.requirements import Requirement
+
+from common import history, pins, schema, timeline
+from common.errors import UserError
+from common.grade import Verdict
+from common.history import History, Seen
+from common.pack import find
+
+PACK = find("pack09")
+ABSENT = {**FACTS, "verdict": "ABSENT", "comparisons": [FACTS["comparisons"][0], {**FACTS["comparisons"][1], "error": 1e-7}]}
+
+
+def seen(version, outcome="REPRODUCED", *, side="unpatched", machine="here", evidence="interpreter", stale=False, dist=None):
+    return Seen(
+        path=Path(f"results/{machine}/pack09/x-{version}.{side}.json"),
+        machine=machine,
+        pack="pack09",
+        dist=dist or PACK.package,
+        version=version,
+        side=side,
+        variant="",
+        lane="triton-interpreter",
+        verdict=Verdict(outcome=outcome, evidence="none" if outcome == "UNTESTABLE" else evidence),
+        stopped=None,
+        started=f"2026-11-21T00:00:{int(version.rpartition('.')[2]):02d}Z",
+        seconds=1.0,
+        stale=stale,
+        wheel="w",
+        sha256="0" * 64,
+        log_name="x.log",
+        log_sha256="0" * 64,
+        patch=None,
+        torch=None,
+        triton=None,
+        device="CPU",
+    )
+
+
+#: R reproduced, A absent, C changed, U untestable; one letter a release.
+OUTCOMES = {"R": "REPRODUCED", "A": "ABSENT", "C": "CHANGED", "U": "UNTESTABLE"}
+
+
+def runs_of(letters):
+    return [seen(f"0.{i}", OUTCOMES[letter]) for i, letter in enumerate(letters)]
+
+
+def of(letters):
+    return History(runs=runs_of(letters))
+
+
+@pytest.mark.parametrize(
+    ("letters", "wrong"),
+    [
+        ("AAA", []),
+        ("ARRA", [("0.1", "0.2", "0.3")]),
+        ("RRCCRA", [("0.0", "0.1", None), ("0.4", "0.4", "0.5")]),
+        ("ARARR", [("0.1", "0.1", "0.2"), ("0.3", "0.4", None)]),
+        ("RUA", [("0.0", "0.0", "0.2")]),
+        ("", []),
+    ],
+)
+def test_stretches(letters, wrong):
+    assert [(s.first, s.last, s.fixed) for s in history.stretches(runs_of(letters))] == wrong
+
+
+@given(st.text(alphabet="RACU", max_size=30))
+def test_stretches_hold_just_the_wrong_releases(letters):
+    found = history.stretches(runs_of(letters))
+    assert [v for s in found for v in s.versions] == [f"0.{i}" for i, letter in enumerate(letters) if letter == "R"]
+    document = timeline.osv(PACK, runs_of(letters))
+    assert (document is None) == ("R" not in letters)
+    if document:
+        affected = document["affected"][0]
+        assert affected["versions"] == [v for s in found for v in s.versions]
+        # By OSV's own rules, the events say the same of each release that was told.
+        for i, letter in enumerate(letters):
+            if letter in "RA":
+                assert osv_affects(affected["ranges"], i) == (letter == "R"), (letters, i, affected["ranges"])
+
+
+def osv_affects(ranges, i):
+    """https://ossf.github.io/osv-schema/#evaluation"""
+    for events in (r["events"] for r in ranges):
+        vulnerable = False
+        for event in sorted(events, key=lambda e: (int(next(iter(e.values()))[2:]), "last_affected" in e)):
+            at = int(next(iter(event.values()))[2:])
+            if "introduced" in event and i >= at:
+                vulnerable = True
+            elif ("fixed" in event and i >= at) or ("last_affected" in event and i > at):
+                vulnerable = False
+        if vulnerable:
+            return True
+    return False
+
+
+@given(st.text(alphabet="RACU", max_size=20))
+def test_the_advice_is_never_a_wrong_release(letters):
+    advice = pins.advise(PACK.package, [PACK], of(letters))
+    right = [i for i, letter in enumerate(letters) if letter == "A"]
+    assert advice.pin == (f"0.{right[-1]}" if right else None)
+    excluded = [Requirement(line.partition("#")[0]) for line, _ in advice.constraints()]
+    for i, letter in enumerate(letters):
+        assert all(r.specifier.contains(f"0.{i}") for r in excluded) == (letter != "R")
+    for line in pins.constraints([advice]).splitlines():
+        if not line.startswith("#"):
+            Requirement(line.partition("  #")[0])
+    ET.fromstring(pins.badge(advice)) if advice.releases else None
+
+
+def test_a_yanked_or_deleted_release_is_not_advised():
+    advice = pins.advise(PACK.package, [PACK], of("AAA"), offered={"0.0": False, "0.1": True})
+    assert advice.pin == "0.0"
+    assert [pins.state(r) for r in advice.releases] == ["no longer on the index", "yanked by its publisher", "right"]
+
+
+def test_a_pre_release_is_advised_only_where_there_is_no_other():
+    runs = [seen("1.0", "ABSENT"), seen("1.1rc.1", "ABSENT")]
+    assert pins.advise(PACK.package, [PACK], History(runs=runs)).pin == "1.0"
+    assert pins.advise(PACK.package, [PACK], History(runs=runs[1:])).pin == "1.1rc.1"
+
+
+@pytest.mark.parametrize(
+    ("runs", "drawn"),
+    [
+        ([seen("0.1")], "✗ I"),
+        ([seen("0.1"), seen("0.1", "ABSENT", side="patched")], "✗→✓ I"),
+        ([seen("0.1"), seen("0.1", machine="gpu", evidence="device:sm_90")], "✗ D"),
+        ([seen("0.1"), seen("0.1", "ABSENT", machine="gpu", evidence="device:sm_90")], "✓ D ✗ I"),
+        ([seen("0.1", stale=True)], "(✗ I)"),
+        ([seen("0.1"), seen("0.1", "ABSENT", machine="gpu", evidence="device:sm_90", stale=True)], "✗ I"),
+        ([seen("0.1", "UNTESTABLE")], "?"),
+        ([seen("0.1", "CHANGED")], "~ I"),
+        ([], ""),
+    ],
+)
+def test_a_cell_of_the_matrix(runs, drawn):
+    assert timeline.glyph(history.releases(runs).get("0.1", {})) == drawn
+
+
+def test_the_matrix_shows_what_came_back():
+    stored = History(runs=[seen("0.1"), seen("0.2", "CHANGED"), seen("0.3"), seen("0.10", "ABSENT")])
+    text = timeline.markdown([PACK], stored)
+    assert "First bad 0.1, last bad 0.3, first good 0.10. It came twice" in text
+    assert "Fix: commit 9ac26bb8, first released in 0.8.2." in text
+    rows = [line for line in text.splitlines() if line.startswith("| 0") and line.count("|") == 3]
+    assert rows == ["| 0.10 | ✓ I |", "| 0.3 | ✗ I |", "| 0.2 | ~ I |", "| 0.1 | ✗ I |"]
+    assert "<table>" in MarkdownIt("gfm-like", {"linkify": False}).render(text)
+
+
+def test_a_receipt_that_cannot_be_read_is_named_and_hides_no_other(tmp_path, store):
+    store(tmp_path, version="0.6.5").write_text("{")
+    store(tmp_path, version="0.7.0")
+    stored = history.load(tmp_path, [PACK])
+    assert [s.version for s in stored.runs] == ["0.7.0"]
+    text = timeline.markdown([PACK], stored)
+    assert "**Not counted:** `pack09/liger-kernel-0.6.5.unpatched.json`. It is not whole JSON" in text
+    assert str(tmp_path) not in text
+
+
+def test_json_is_as_its_schema_says_and_names_receipts_that_are_there():
+    stored = history.load(ROOT / "results", [PACK])
+    document = timeline.document([PACK], stored)
+    schema.validate("timeline", document)
+    for release in document["packs"][0]["releases"]:
+        for run in release["runs"]:
+            assert (ROOT / "results" / run["receipt"]).is_file()
+    schema.validate("timeline", json.loads((ROOT / "results" / "timeline.json").read_text()))
+    with pytest.raises(UserError, match="schema"):
+        schema.validate("timeline", {**document, "schema": 2})
+
+
+def test_the_history_of_liger_kernel_as_osv():
+    stored = history.load(ROOT / "results", [PACK])
+    document = timeline.osv(PACK, stored.of("pack09", PACK.package))
+    assert [r["events"] for r in document["affected"][0]["ranges"]] == [
+        [{"introduced": "0.6.3"}, {"fixed": "0.8.2"}],
+        [{"introduced": "0.5.3"}, {"last_affected": "0.5.8"}],
+    ]
+    assert document["affected"][0]["package"]["ecosystem"] == "PyPI"
+
+
+def test_the_feed_has_an_entry_for_each_change_with_an_id_that_stays():
+    stored = History(runs=[*runs_of("ARA"), seen("0.7", dist="liger-kernel-nightly")])
+    space = {"a": "http://www.w3.org/2005/Atom"}
+    feed = ET.fromstring(timeline.atom([PACK], stored).encode())
+    entries = feed.findall("a:entry", space)
+    assert [e.find("a:title", space).text for e in entries] == [
+        "fixed: liger-kernel 0.2, pack09",
+        "regressed: liger-kernel 0.1, pack09",
+    ]
+    again = ET.fromstring(
+        timeline.atom([PACK], History(runs=[replace(r, started="2027-01-01T00:00:00Z") for r in stored.runs]))
+    )
+    ids = [{e.find("a:id", space).text for e in f.findall("a:entry", space)} for f in (feed, again)]
+    assert ids[0] == ids[1]
+    assert feed.find("a:updated", space).text == "2026-11-21T00:00:02Z"
+
+
+@pytest.mark.parametrize("side", ["unpatched", "patched"])
+def test_every_pair_of_outcomes_has_its_word(side):
+    told = {(b, a): history.change(side, b, a) for b in OUTCOMES.values() for a in OUTCOMES.values()}
+    assert told["ABSENT", "REPRODUCED"] == told["UNTESTABLE", "REPRODUCED"] == "regressed"
+    assert told["REPRODUCED", "ABSENT"] == "fixed"
+    assert told["ABSENT", "UNTESTABLE"] == told["REPRODUCED", "CHANGED"] == "broken"
+    assert told["UNTESTABLE", "ABSENT"] is None
+    assert all(told[o, o] is None for o in OUTCOMES.values())
+
+
+def test_pins_command(cli, tmp_path, store):
+    store(tmp_path / "r", version="0.7.0")
+    for version in ("0.8.2",):
+        log = make_log({**ABSENT, "version": version}, sentinel="BUG_ABSENT", exit=0)
+        store(tmp_path / "r", version=version, log=log.replace('"version": "1.0"', f'"version": "{version}"'))
+    env = {"UV_DEFAULT_INDEX": "http://127.0.0.1:9/simple/"}
+    where = ("--results", tmp_path / "r", "--output", tmp_path / "constraints.txt")
+    done = cli("pins", "liger-kernel", *where, env=env)
+    assert done.returncode == 0, done.stderr
+    assert "liger-kernel: pin liger-kernel==0.8.2" in done.stdout
+    assert "0.7.0: wrong (pack09)" in done.stdout
+    assert "is not known as such" in done.stdout
+    assert "liger-kernel!=0.7.0  # pack09: FLCE" in (tmp_path / "constraints.txt").read_text()
+    found = json.loads(cli("pins", "--json", *where, env=env).stdout)
+    assert (found[0]["pin"], found[0]["constraint"]) == ("0.8.2", "liger-kernel!=0.7.0")
+    done = cli("pins", "numpy", *where)
+    assert done.returncode == 2
+    assert "No pack is about 'numpy'" in done.stderr
