@@ -20,9 +20,9 @@ ROOT = Path(__file__).parent
 PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 
 
-def runner(session: nox.Session, *arguments: str) -> None:
+def runner(session: nox.Session, *arguments: str, extra: str = "") -> None:
     """Run ``python -m common`` with this session's name in its help texts."""
-    session.install("--quiet", "--editable", ".")
+    session.install("--quiet", "--editable", f".[{extra}]" if extra else ".")
     prog = f"nox -s {session.name} --"
     session.run("python", "-m", "common", *arguments, env={"REPRODUCER_PROG": prog})
 
@@ -67,7 +67,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the tests; '-- -m "not network"' leaves out those that install real releases."""
-    session.install("--quiet", "--editable", ".", *nox.project.dependency_groups(PYPROJECT, "tests"))
+    session.install("--quiet", "--editable", ".[cluster,site]", *nox.project.dependency_groups(PYPROJECT, "tests"))
     session.run("pytest", *session.posargs)
 
 
@@ -75,6 +75,34 @@ def tests(session: nox.Session) -> None:
 def attach(session: nox.Session) -> None:
     """Write the text and the files to attach to an upstream issue: nox -s attach -- pack09 [--for liger-kernel]."""
     runner(session, "attach", *session.posargs)
+
+
+@nox.session(default=False)
+def regress(session: nox.Session) -> None:
+    """Run every release of every upstream that has no fresh receipt, and tell what changed."""
+    runner(session, "regress", *session.posargs, extra=cluster(session))
+
+
+@nox.session(default=False)
+def watch(session: nox.Session) -> None:
+    """Run the releases that are newer than the receipts; exits with 3 if something changed."""
+    runner(session, "watch", *session.posargs, extra=cluster(session))
+
+
+def cluster(session: nox.Session) -> str:
+    return "cluster" if any(word.startswith("--scheduler") for word in session.posargs) else ""
+
+
+@nox.session(default=False)
+def pins(session: nox.Session) -> None:
+    """Say which release to pin, and write constraints.txt: nox -s pins -- liger-kernel."""
+    runner(session, "pins", *session.posargs)
+
+
+@nox.session(default=False)
+def site(session: nox.Session) -> None:
+    """Make the static site from the stored receipts."""
+    runner(session, "site", *session.posargs, extra="site")
 
 
 @nox.session(default=False)

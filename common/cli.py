@@ -153,6 +153,17 @@ def _parser() -> argparse.ArgumentParser:
     pins.add_argument("--results", type=Path, metavar="DIR", help="where receipts are (default: results/)")
     pins.set_defaults(call=commands.pins)
 
+    site = sub.add_parser(
+        "site",
+        prog=session,
+        help="make the static site from the stored receipts",
+        description="Make a static site from the stored receipts: it opens from disk, with no server and no network.",
+    )
+    site.add_argument("--output", type=Path, default=Path("site"), metavar="DIR", help="where it goes (default: site/)")
+    site.add_argument("--base-url", metavar="URL", help="where this checkout can be browsed: receipts become links")
+    site.add_argument("--results", type=Path, metavar="DIR", help="where receipts are (default: results/)")
+    site.set_defaults(call=commands.site)
+
     listing = sub.add_parser("list", help="list the packs")
     listing.set_defaults(call=commands.listing)
 

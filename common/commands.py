@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -345,6 +346,27 @@ def pins(options: argparse.Namespace, extra: list[str]) -> int:
             out.print(line, markup=False, soft_wrap=True)
     write_atomically(options.output, pinning.constraints(advices))
     out.print(f"written: {report.where(options.output)}", markup=False)
+    return OK
+
+
+def site(options: argparse.Namespace, extra: list[str]) -> int:
+    from common import history, report, runner
+    from common import site as pages
+
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("The plots need matplotlib: python -m pip install matplotlib (nox does it by itself).")
+    if options.base_url and not re.match(r"https?://", options.base_url):
+        raise UserError(
+            f"--base-url {options.base_url} is no address: give one such as https://github.com/OWNER/NAME/blob/main."
+        )
+    out = report.console()
+    packs = [pack for pack in all_packs() if pack.kind != "selftest"]
+    stored = history.load(options.results or runner.RESULTS, packs)
+    for error in stored.unreadable.values():
+        out.print(Text(f"Not counted: {error}", "yellow"), soft_wrap=True)
+    with report.waiting(f"making pages from {len(stored.runs)} receipts", out):
+        count = pages.build(packs, stored, options.output, base_url=options.base_url)
+    out.print(f"{count} pages. Open {report.where(options.output / 'index.html')}", markup=False, soft_wrap=True)
     return OK
 
 

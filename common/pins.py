@@ -65,9 +65,10 @@ class Advice:
 def advise(package: str, packs: Iterable[Pack], stored: History, *, offered: Mapping[str, bool] | None = None) -> Advice:
     """What the stored runs say of each release of ``package``.
 
+    ``packs`` are those about it; the same ones are about its nightlies.
     ``offered`` maps each release on the index to whether it was yanked; without it the index is not gone by.
     """
-    about = [pack for pack in packs if pack.package == package]
+    about = [pack for pack in packs if package in (pack.package, pack.nightly)]
     verdicts: dict[str, dict[str, history.Seen]] = {}
     for pack in about:
         for version, sides in history.releases(stored.of(pack.name, package)).items():
@@ -146,17 +147,17 @@ def badge(advice: Advice) -> str:
     runs = [r.version for r in advice.releases]
     value = f"pin {advice.pin}" if advice.pin else "no right release"
     colour = "#a40e26" if advice.pin is None else "#176f2c" if advice.pin == runs[0] else "#7d4e00"
-    # Widths of DejaVu Sans at 11 px are near 6.6 px a character; textLength makes it fit whatever font there is.
-    left, right = (round(6.6 * len(word)) + 12 for word in (label, value))
+    # No font is wider than 7 px a character at this size on the average; the text is centred in what there is.
+    left, right = (round(7 * len(word)) + 10 for word in (label, value))
     width = left + right
     name = escape(f"{label}: {value}")
     return f"""<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="20" role="img" aria-label="{name}">
 <title>{name}</title>
 <rect width="{width}" height="20" rx="3" fill="#424a53"/>
 <path d="M{left} 0h{right - 3}a3 3 0 0 1 3 3v14a3 3 0 0 1 -3 3h-{right - 3}z" fill="{colour}"/>
-<g fill="#fff" font-family="DejaVu Sans,Verdana,sans-serif" font-size="11" lengthAdjust="spacingAndGlyphs">
-<text x="6" y="14" textLength="{left - 12}">{escape(label)}</text>
-<text x="{left + 6}" y="14" textLength="{right - 12}">{escape(value)}</text>
+<g fill="#fff" font-family="DejaVu Sans,Verdana,sans-serif" font-size="11" text-anchor="middle">
+<text x="{left / 2:g}" y="14">{escape(label)}</text>
+<text x="{left + right / 2:g}" y="14">{escape(value)}</text>
 </g>
 </svg>
 """

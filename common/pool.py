@@ -43,7 +43,9 @@ def cluster(address: str, jobs: int | None = None) -> Iterator[Pool]:
     try:
         from distributed import Client, LocalCluster
     except ImportError as error:
-        raise UserError("--scheduler needs dask: python -m pip install 'distributed>=2024.1'.") from error
+        raise UserError(
+            "--scheduler needs dask: python -m pip install 'distributed>=2024.1' (nox does it by itself)."
+        ) from error
     local = LocalCluster(n_workers=jobs, threads_per_worker=1, processes=True) if address == "local" else None
     try:
         try:
