@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import groupby
 from pathlib import Path
+from sys import intern
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
@@ -120,10 +121,12 @@ def load(results: Path, packs: Iterable[Pack]) -> History:
 
 def _seen(path: Path, document: dict[str, Any], pack: Pack, freshness: _Freshness) -> Seen:
     facts, subject = document["predicate"]["reproducer"], document["subject"][0]
+    # The same few words in every receipt: one copy of each is enough.
+    facts.update((name, intern(value)) for name, value in facts.items() if isinstance(value, str))
     environment = facts["environment"]
     return Seen(
         path=path,
-        machine=path.parent.parent.name,
+        machine=intern(path.parent.parent.name),
         pack=facts["pack"],
         dist=facts["dist"],
         version=facts["version"],

@@ -44,12 +44,16 @@ def errors(runs: Sequence[Seen], title: str) -> str | None:
         return None
     from matplotlib import rc_context
     from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator
 
     low, high = min(values) / 5, max(values) * 5
     names = list(by_release)
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "reproducer", "font.family": "sans-serif", "font.size": 9}):
-        figure = Figure(figsize=(max(8.0, min(18.0, 0.28 * len(names) + 2)), 3.6), layout="constrained")
-        axes = figure.add_subplot()
+        # Margins in inches, not matplotlib's own layout, which draws everything twice to find them.
+        width, height = max(8.0, min(18.0, 0.28 * len(names) + 2)), 3.8
+        below = 0.15 + 0.075 * max(map(len, names))
+        figure = Figure(figsize=(width, height))
+        axes = figure.add_axes((0.8 / width, below / height, 1 - 0.9 / width, 1 - (below + 0.6) / height))
         series = (
             ("as released", BAD, "x", [v.bug_error if v else None for v in first], told),
             (
@@ -85,6 +89,8 @@ def errors(runs: Sequence[Seen], title: str) -> str | None:
         limits = [v.limit if v and v.limit else float("nan") for v in first]
         axes.step(range(len(names)), limits, where="mid", color=LIMIT, label="limit", linewidth=1.5)
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")
+        axes.yaxis.set_minor_locator(NullLocator())
         axes.set_ylim(low / 2, high * 2)
         axes.set_xlim(-0.7, len(names) - 0.3)
         step = max(1, len(names) // 60)
@@ -95,7 +101,7 @@ def errors(runs: Sequence[Seen], title: str) -> str | None:
         axes.tick_params(colors=FG, which="both")
         for spine in axes.spines.values():
             spine.set_color(LINE)
-        figure.legend(loc="outside upper right", ncols=4, frameon=False, labelcolor=FG)
+        figure.legend(loc="upper right", ncols=4, frameon=False, labelcolor=FG)
         figure.patch.set_alpha(0)
         axes.patch.set_alpha(0)
         buffer = io.StringIO()

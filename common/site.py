@@ -64,15 +64,15 @@ def build(
         (part / "plots").mkdir(parents=True)
         for folder in ("badges", "osv"):
             (part / folder).mkdir()
-        count = 0
+        pages = 0
         for name, text in _pages(packs, stored, base_url):
             (part / name).write_text(text, encoding="utf-8")
-            count += name.endswith(".html")
+            pages += name.endswith(".html")
             done(name)
         (part / MARK).write_text("", encoding="utf-8")
         shutil.rmtree(output, ignore_errors=True)
         part.replace(output)
-    return count
+    return pages
 
 
 def _pages(packs: Sequence[Pack], stored: History, base_url: str | None) -> Iterator[tuple[str, str]]:
@@ -318,4 +318,12 @@ def _sections(pack: Pack, base_url: str | None) -> Iterator[tuple[str, Markup]]:
     readme = (pack.folder / "README.md").read_text(encoding="utf-8")
     for heading in ("Trigger", "Fix", "Scope claimed", "Scope NOT claimed"):
         if text := section(readme, heading):
-            yield heading, Markup(re.sub(r'<a href="(?!https?:|#)([^"]*)">(.*?)</a>', there, render(text)))
+            html = re.sub(r'<a href="(?!https?:|#)([^"]*)">(.*?)</a>', there, render(text))
+            html = re.sub(r"<th( [^>]*)?></th>", "<td></td>", html)
+            before, *tables = html.split("<table>")
+            html = before + "".join(
+                f'<div class="scroll" role="region" aria-label="{heading}, table {i}" tabindex="0"><table>'
+                + table.replace("</table>", "</table></div>", 1)
+                for i, table in enumerate(tables, 1)
+            )
+            yield heading, Markup(html)
