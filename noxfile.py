@@ -3,7 +3,7 @@
 # requires-python = ">=3.10"
 # dependencies = ["nox>=2025.2.9"]
 # ///
-"""Sessions: one a pack (``nox -s pack09``), tests, lint, attach, new-pack, bench. ``nox -l`` lists them."""
+"""Sessions: one a pack (``nox -s pack09``), regress, watch, pins, site, attach, tests, lint … ``nox -l`` lists them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add_pack_sessions(folder: Path) -> None:
     name = folder.name.partition("_")[0]
     description = nox.project.load_toml(folder / "pack.toml")
 
-    @nox.session(name=name, default=False, tags=[description["package"]])
+    @nox.session(name=name, default=False, tags=["pack", description["package"]])
     def pack(session: nox.Session) -> None:
         runner(session, "run", name, *session.posargs)
 

@@ -115,7 +115,18 @@ def test_no_network_is_one_sentence(cli, tmp_path):
 
 
 def test_help_and_version(cli):
-    for arguments in (["--help"], ["run", "--help"], ["attach", "--help"], ["new-pack", "--help"], ["--version"], ["list"]):
+    for arguments in (
+        ["--help"],
+        ["run", "--help"],
+        ["attach", "--help"],
+        ["new-pack", "--help"],
+        ["regress", "--help"],
+        ["watch", "--help"],
+        ["pins", "--help"],
+        ["site", "--help"],
+        ["--version"],
+        ["list"],
+    ):
         done = cli(*arguments)
         assert done.returncode == 0
         assert done.stdout

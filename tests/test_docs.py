@@ -1,5 +1,6 @@
 """What README and docs tell people to type exists, and what exists is told."""
 
+import json
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from markdown_it import MarkdownIt
 
 from common import tables
 
+COMMANDS = ("run", "regress", "watch", "pins", "site", "attach", "new-pack", "tables", "regrade", "verify", "bench")
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("packs/*/README.md"))]
 
 
@@ -41,7 +43,7 @@ def test_every_session_that_is_named_is_there():
     assert {"pack09", "tests", "attach", "new-pack"} <= named
     assert named - {"pack21"} <= sessions
     readme = (ROOT / "README.md").read_text() + (ROOT / "docs" / "adding-a-pack.md").read_text()
-    for session in ("tests", "attach", "new-pack"):
+    for session in ("tests", "attach", "new-pack", "regress", "watch", "pins", "site"):
         assert f"nox -s {session}" in readme
 
 
@@ -49,7 +51,7 @@ def test_every_option_that_is_named_is_there():
     known = set(
         re.findall(
             r"--[a-z][a-z-]+",
-            "".join(help_of(word) for word in ("run", "attach", "new-pack", "tables", "regrade", "verify", "bench")),
+            "".join(help_of(word) for word in COMMANDS),
         )
     )
     known |= {"--shape", "--dtype", "--target", "--no-deps", "--no-index", "--package"}
@@ -77,6 +79,30 @@ def test_generated_tables_are_up_to_date_and_the_check_can_fail(tmp_path):
     assert tables.update(root=tmp_path) == everything
     assert tables.update(check=True, root=tmp_path) == []
     assert "pack09" in (tmp_path / "README.md").read_text()
+
+
+def test_the_workflow_makes_its_matrix_and_calls_what_is_there(tmp_path):
+    import os
+
+    import yaml
+
+    workflow = yaml.safe_load((ROOT / "docs" / "github-actions.yml").read_text())
+    plan, cpu, gpu = (workflow["jobs"][name] for name in ("plan", "cpu", "gpu"))
+    script = next(step["run"] for step in plan["steps"] if step.get("id") == "matrix")
+    environ = {
+        **os.environ,
+        "GITHUB_OUTPUT": str(tmp_path / "output"),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    subprocess.run(["bash", "-euo", "pipefail", "-c", script], cwd=ROOT, env=environ, check=True)
+    name, _, packs = (tmp_path / "output").read_text().strip().partition("=")
+    assert name == "packs"
+    assert "pack09" in json.loads(packs)
+    assert all(re.fullmatch(r"pack\d\d", pack) and pack != "pack00" for pack in json.loads(packs))
+    runs = [step["run"] for step in cpu["steps"] if "run" in step]
+    assert cpu["steps"] == gpu["steps"]
+    assert any("nox -s watch -- --pack ${{ matrix.pack }} --json" in run for run in runs)
+    assert gpu["runs-on"] == ["self-hosted", "gpu"]
 
 
 def test_no_upstream_code_is_stored():
