@@ -46,7 +46,8 @@ def run(options: argparse.Namespace, extra: list[str]) -> int:
     if options.patch is not None and options.without is not None:
         raise UserError("--without leaves out a part of the pack's own fix; it has no meaning beside --patch.")
     variant, arguments = _arguments(pack, options.variant, extra)
-    lane = lanes.choose(pack, options.lane)
+    pack, own = pack.varied(variant), pack.variants.get(variant)
+    lane = lanes.choose(pack, options.lane or (own.lane if own else None))
     out = report.console()
     # The self-test's receipts are about the harness and say nothing of a release.
     results = options.results or (runner.CACHE / "selftest" if pack.kind == "selftest" else runner.RESULTS)
@@ -135,7 +136,7 @@ def _arguments(pack: Pack, variant: str | None, extra: Sequence[str]) -> tuple[s
         if variant not in pack.variants:
             known = ", ".join(pack.variants) or "none"
             raise UserError(f"{pack.name} has no variant {variant!r}; it has: {known}.")
-        return variant, pack.variants[variant]
+        return variant, pack.variants[variant].arguments
     takes = set(re.findall(r"add_argument\(\s*['\"](--[a-z-]+)", pack.script.read_text(encoding="utf-8")))
     for word in extra:
         if word.startswith("--") and word.partition("=")[0] not in takes:

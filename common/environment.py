@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 
@@ -129,10 +130,12 @@ def made(
     cache_dir: Path,
     *,
     wheel: Path | None = None,
+    build: Mapping[str, str] = MappingProxyType({}),
 ) -> Environment:
     """An environment of its own for ``package==version``, made by uv, or the one made earlier.
 
-    With ``sha256`` the index's file must have just that hash; ``wheel`` installs a local file instead.
+    With ``sha256`` the index's file must have just that hash; ``wheel`` installs a local file instead. ``build`` is for sdists:
+    environment variables for the build, which then takes what it needs from the base layer (no build isolation).
     Raises `InstallError` when the release cannot be installed and `UserError` when the base layer cannot.
     """
     if wheel is not None:
@@ -145,10 +148,13 @@ def made(
         if not stamp.is_file():
             _venv(place)
             wanted = f"{package} @ {wheel.resolve().as_uri()}" if wheel else f"{package}=={version}"
+            (_site(place) / "_base.pth").write_text(f"{_site(under)}\n", encoding="utf-8")
             requirement = place / "release.txt"
             requirement.write_text(f"{wanted} --hash=sha256:{sha256}\n" if sha256 else f"{wanted}\n", encoding="utf-8")
             arguments = ["pip", "install", "--python", str(_python(place)), "--no-deps", "-r", str(requirement)]
-            done = _uv([*arguments, "--require-hashes"] if sha256 else arguments)
+            arguments += ["--require-hashes"] if sha256 else []
+            arguments += ["--no-build-isolation"] if build else []
+            done = _uv(arguments, build)
             if done.returncode and "No space left" in done.stderr:
                 raise UserError(f"No space left on the disk of {cache_dir}: free some and run again.")
             if done.returncode and _NETWORK.search(done.stderr):
@@ -157,7 +163,6 @@ def made(
                 )
             if done.returncode:
                 raise InstallError(_why(done))
-            (_site(place) / "_base.pth").write_text(f"{_site(under)}\n", encoding="utf-8")
             write_atomically(stamp, json.dumps({"package": package, "version": version, "file": file, "sha256": sha256}))
     return Environment(
         python=_python(place),
@@ -211,10 +216,10 @@ def _site(place: Path) -> Path:
     return Path(sysconfig.get_path("purelib", "posix_prefix", vars={"base": str(place), "platbase": str(place)}))
 
 
-def _uv(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def _uv(arguments: Sequence[str], also: Mapping[str, str] = MappingProxyType({})) -> subprocess.CompletedProcess[str]:
     import uv
 
-    return subprocess.run([uv.find_uv_bin(), *arguments], env=_uv_env(), capture_output=True, text=True)
+    return subprocess.run([uv.find_uv_bin(), *arguments], env={**_uv_env(), **also}, capture_output=True, text=True)
 
 
 @cache

@@ -6,7 +6,7 @@ import hashlib
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,15 @@ class Expectation:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """Arguments of the script that have a name; with them may go a lane, and pins in place of the pack's of the same name."""
+
+    arguments: tuple[str, ...]
+    lane: str | None = None
+    requires: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Pack:
     """One ``packs/packNN_slug`` folder, validated."""
 
@@ -58,9 +67,10 @@ class Pack:
     fixed: Mapping[str, str]
     pinned: tuple[str, ...]
     expected: tuple[Expectation, ...]
-    variants: Mapping[str, tuple[str, ...]]
+    variants: Mapping[str, Variant]
     wheels: str | None
     nightly: str | None
+    build: Mapping[str, str]
     timeout: float
     memory: float
 
@@ -83,6 +93,14 @@ class Pack:
             ranges = ", ".join(e.range for e in found)
             raise UserError(f"{self.folder.name}/pack.toml: release {version} is in more than one [expected] range: {ranges}.")
         return found[0] if found else None
+
+    def varied(self, name: str) -> Pack:
+        """This pack with the pins of one of its variants; of a variant that it has no name for, itself."""
+        variant = self.variants.get(name)
+        if variant is None or not variant.requires:
+            return self
+        pins = {Requirement(pin).name: pin for pin in variant.requires}
+        return replace(self, requires=tuple(pins.get(Requirement(pin).name, pin) for pin in self.requires))
 
     def hashes(self, side: str, lane_files: Iterable[Path] = ()) -> dict[str, str]:
         """sha256 of each file that decides what a run of ``side`` shows; a receipt with others is stale."""
@@ -173,14 +191,6 @@ class _Reader:
                 Version(version)
             except InvalidVersion as error:
                 raise self.fail("pinned", f"has {version!r}, which is not a version (PEP 440)") from error
-        variants = self.get("variants", dict, {})
-        for name, arguments in variants.items():
-            if (
-                not re.fullmatch(r"[a-z0-9-]+", name)
-                or not isinstance(arguments, list)
-                or not all(isinstance(a, str) for a in arguments)
-            ):
-                raise self.fail("variants", f"has {name!r}, which must be a lower-case name with a list of arguments")
         pack = Pack(
             folder=folder,
             title=self.get("title", str),
@@ -193,9 +203,10 @@ class _Reader:
             fixed=self.get("fixed", dict, {}),
             pinned=pinned,
             expected=tuple(self.expectations(kind)),
-            variants={name: tuple(arguments) for name, arguments in variants.items()},
+            variants=dict(self.variants()),
             wheels=self.get("wheels", str, None) if "wheels" in self.raw else None,
             nightly=self.get("nightly", str, None) if "nightly" in self.raw else None,
+            build=self.get("build", dict, {}),
             timeout=self.positive("timeout", 180),
             memory=self.positive("memory", 8),
         )
@@ -203,6 +214,22 @@ class _Reader:
             if pack.expectation(version) is None:
                 raise self.fail("pinned", f"has {version}, which no [expected] range holds")
         return pack
+
+    def variants(self) -> Iterable[tuple[str, Variant]]:
+        for name, given in self.get("variants", dict, {}).items():
+            table = given if isinstance(given, dict) else {"arguments": given}
+            lists = [table.get("arguments", []), table.get("requires", [])]
+            if (
+                not re.fullmatch(r"[a-z0-9.-]+", name)
+                or set(table) - {"arguments", "lane", "requires"}
+                or not all(isinstance(words, list) and all(isinstance(w, str) for w in words) for words in lists)
+                or not isinstance(table.get("lane", ""), str)
+            ):
+                raise self.fail(
+                    "variants",
+                    f"has {name!r}, which must be a lower-case name with a list of arguments, or a table of arguments, lane and requires",
+                )
+            yield name, Variant(arguments=tuple(lists[0]), lane=table.get("lane"), requires=tuple(lists[1]))
 
     def expectations(self, kind: str) -> Iterable[Expectation]:
         for specifier, value in self.get("expected", dict).items():

@@ -343,6 +343,7 @@ class _Attempt:
             plan.pack.requires,
             plan.cache,
             wheel=wheel,
+            build=plan.pack.build,
         )
 
     def _overlay(self) -> None:

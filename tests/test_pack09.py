@@ -69,7 +69,7 @@ def test_a_trigger_that_does_not_trigger_is_red(tmp_path, known):
 
 
 def test_every_combination_of_options_is_cured_and_mean_and_sum_are_the_same_bytes(tmp_path, known):
-    rows = run(tmp_path, known, "0.7.0", arguments=PACK.variants["sweep"], variant="sweep")
+    rows = run(tmp_path, known, "0.7.0", arguments=PACK.variants["sweep"].arguments, variant="sweep")
     assert [str(row.verdict) for row in rows] == ["REPRODUCED", "ABSENT"]
     before, after = (facts(row)["metrics"] for row in rows)
     digests = [name for name in before if "sha256" in name]
