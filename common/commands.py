@@ -209,7 +209,7 @@ def _chosen_packs(options: argparse.Namespace) -> list[Pack]:
 @contextmanager
 def _session(
     options: argparse.Namespace, packs: Sequence[Pack], out: Console
-) -> Iterator[tuple[Pool, Callable[[Pack], runner.Plan], Path, str]]:
+) -> Iterator[tuple[Pool, Callable[[Pack, str], runner.Plan], Path, str]]:
     """Workers, what holds for each pack's runs on them, where receipts go and the machine's name."""
     from common import lanes, pool, receipt, runner
     from common.environment import gpu
@@ -223,13 +223,16 @@ def _session(
     )
     with there as workers:
         machine = options.machine or str(workers.ask(receipt.machine_name))
-        chosen = {pack.name: str(workers.ask(partial(lanes.choose, pack))) for pack in packs}
+        strongest = {pack.name: str(workers.ask(partial(lanes.choose, pack))) for pack in packs}
         out.print(f"{machine}, {workers.where}", markup=False)
 
-        def plan_for(pack: Pack) -> runner.Plan:
+        def plan_for(pack: Pack, variant: str) -> runner.Plan:
+            own = pack.variants.get(variant)
             return runner.Plan(
-                pack=pack,
-                lane=chosen[pack.name],
+                pack=pack.varied(variant),
+                lane=(own.lane if own else None) or strongest[pack.name],
+                arguments=own.arguments if own else (),
+                variant=variant,
                 results=results.resolve(),
                 machine=machine,
                 # On a cluster it is not known how many runs share a machine's cores.
@@ -245,7 +248,8 @@ def _told(work: Work, out: Console, *, dry: bool = False) -> None:
         out.print(Text(warning, "yellow"), soft_wrap=True)
     by_pack: dict[str, list[str]] = {}
     for planned, release in work.tasks:
-        by_pack.setdefault(f"{planned.pack.name} {planned.pack.package} ({planned.lane})", []).append(release.version)
+        named = f"{planned.pack.name} {planned.variant}".rstrip()
+        by_pack.setdefault(f"{named} {planned.pack.package} ({planned.lane})", []).append(release.version)
     fresh = len(work.cells) - len(work.tasks)
     out.print(f"{len(work.cells)} releases: {fresh} with fresh receipts, {len(work.tasks)} to run on both sides.", markup=False)
     for name, versions in by_pack.items() if dry else ():

@@ -211,6 +211,7 @@ class Change:
     after: str
     evidence: str
     machine: str
+    variant: str = ""
     runs: int = 1
     agree: int = 1
 
@@ -218,7 +219,7 @@ class Change:
         since = f" in {self.before_version}" if self.before_version != self.version else ""
         count = f" ({self.agree} of {self.runs} runs)" if self.runs > 1 else ""
         return (
-            f"{self.pack} {self.dist} {self.version} {self.side}: "
+            f"{self.pack} {self.dist} {self.version} {self.side}{self.variant and f' {self.variant}'}: "
             f"{self.before or 'not seen before'}{since} → {self.after}{count}, {self.evidence}"
         )
 

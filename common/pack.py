@@ -45,11 +45,14 @@ class Expectation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """Arguments of the script that have a name; with them may go a lane, and pins in place of the pack's of the same name."""
+    """Arguments of the script that have a name. With them may go a lane, pins in place of the pack's of the same name, and what
+    the pinned releases show then, where it is not what they show without.
+    """
 
     arguments: tuple[str, ...]
     lane: str | None = None
     requires: tuple[str, ...] = ()
+    verdict: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +96,10 @@ class Pack:
             ranges = ", ".join(e.range for e in found)
             raise UserError(f"{self.folder.name}/pack.toml: release {version} is in more than one [expected] range: {ranges}.")
         return found[0] if found else None
+
+    def matrix(self) -> list[str]:
+        """The variants that pin other packages than the pack itself: regress runs them on the pinned releases."""
+        return [name for name, variant in self.variants.items() if variant.requires]
 
     def varied(self, name: str) -> Pack:
         """This pack with the pins of one of its variants; of a variant that it has no name for, itself."""
@@ -221,15 +228,20 @@ class _Reader:
             lists = [table.get("arguments", []), table.get("requires", [])]
             if (
                 not re.fullmatch(r"[a-z0-9.-]+", name)
-                or set(table) - {"arguments", "lane", "requires"}
+                or set(table) - {"arguments", "lane", "requires", "verdict"}
                 or not all(isinstance(words, list) and all(isinstance(w, str) for w in words) for words in lists)
-                or not isinstance(table.get("lane", ""), str)
+                or not all(isinstance(table.get(key, ""), str) for key in ("lane", "verdict"))
             ):
                 raise self.fail(
                     "variants",
-                    f"has {name!r}, which must be a lower-case name with a list of arguments, or a table of arguments, lane and requires",
+                    f"has {name!r}, which must be a lower-case name with a list of arguments, or a table of arguments, lane, requires and verdict",
                 )
-            yield name, Variant(arguments=tuple(lists[0]), lane=table.get("lane"), requires=tuple(lists[1]))
+            yield (
+                name,
+                Variant(
+                    arguments=tuple(lists[0]), lane=table.get("lane"), requires=tuple(lists[1]), verdict=table.get("verdict")
+                ),
+            )
 
     def expectations(self, kind: str) -> Iterable[Expectation]:
         for specifier, value in self.get("expected", dict).items():

@@ -68,7 +68,7 @@ def plan(
     packs: Iterable[Pack],
     stored: History,
     *,
-    plan_for: Callable[[Pack], Plan],
+    plan_for: Callable[[Pack, str], Plan],
     which: str = "all",
     since: str | None = None,
     again: bool = False,
@@ -81,20 +81,23 @@ def plan(
     ``newer`` takes the releases above the newest with a receipt from any machine, and those that ``pending`` names (see
     `pending`); ``pre`` includes pre-releases.
     """
-    fresh = {(*_key(seen).split(" "), seen.machine, seen.lane) for seen in stored.runs if not (seen.stale or seen.variant)}
+    fresh = {(_key(seen), seen.machine, seen.lane) for seen in stored.runs if not seen.stale}
     cells: list[tuple[Plan, Release]] = []
     tasks: list[tuple[Plan, Release]] = []
     problems: list[str] = []
     warnings: list[str] = []
     machine, results = "", runner.RESULTS
-    for pack in packs:
+    for pack, variant in [(each, variant) for each in packs for variant in ("", *each.matrix())]:
         with _told(problems, pack):
-            planned = plan_for(pack)
+            planned = plan_for(pack, variant)
             machine, results = planned.machine, planned.results
             known, warning = releases.of(pack, planned.cache)
             warnings += [warning] if warning else []
             seen = stored.of(pack.name, pack.package)
-            chosen = _chosen(pack, known, seen, which, since, machine, newer=newer, pre=pre, pending=pending)
+            if variant:  # Other compilers and the like: on the releases that the pack pins.
+                chosen = [release for release in known if release.version in pack.pinned and not newer and which != "new"]
+            else:
+                chosen = _chosen(pack, known, seen, which, since, machine, newer=newer, pre=pre, pending=pending)
             cells += [(planned, release) for release in chosen]
             for release in chosen:
                 state, sentence = _state(planned, release, stored, fresh)
@@ -103,6 +106,8 @@ def plan(
                 elif state != "fresh" or again:
                     warnings += [f"{sentence} It is run again."] if sentence else []
                     tasks.append((planned, release))
+            if variant:
+                continue
             gone = {s.version for s in seen if s.stale and s.machine == machine} - {release.version for release in known}
             warnings += [
                 f"{pack.name}: {pack.package} {version} is no longer on the index; its stale receipt stays as it is."
@@ -154,7 +159,7 @@ def _chosen(
     if newer:
         newest = max((order(s.version) for s in seen), default=None)
         # A nightly comes several times a day: without a receipt to start from, the newest alone is of use.
-        waiting = {key.rsplit(" ", 1)[0] for key in pending}
+        waiting = {" ".join(key.split(" ")[:3]) for key in pending}
         every = pre or pack.package == pack.nightly
         chosen = [release for release in chosen if every or not order(release.version).is_prerelease]
         chosen = [
@@ -165,17 +170,16 @@ def _chosen(
     return [release for release in chosen if since is None or order(release.version) >= Version(since)]
 
 
-def _state(planned: Plan, release: Release, stored: History, fresh: Collection[tuple[str, ...]]) -> tuple[str, str]:
+def _state(planned: Plan, release: Release, stored: History, fresh: Collection[tuple[str, str, str]]) -> tuple[str, str]:
     """Whether both sides of a release have a fresh receipt from this machine, and a sentence on one that cannot be read."""
-    pack = planned.pack
     for side in SIDES:
-        cell = receipt.Cell(pack=pack.name, dist=pack.package, version=release.version, side=side)
+        cell = _cell(planned, release, side)
         error = stored.unreadable.get(planned.results / planned.machine / cell.pack / f"{cell.stem}.json")
         if isinstance(error, receipt.NewerReceipt):
             return "newer", str(error)
         if error is not None:
             return "unreadable", str(error)
-    there = [(pack.name, pack.package, release.version, side, planned.machine, planned.lane) in fresh for side in SIDES]
+    there = [(_key(_cell(planned, release, side)), planned.machine, planned.lane) in fresh for side in SIDES]
     return ("fresh" if all(there) else "missing"), ""
 
 
@@ -216,8 +220,8 @@ def run(
     rows, failures = runner.run_all(work.tasks, pool, done=done)
     after = load()
     changes = list(before.changes(after, work.machine))
-    ran = {(row.cell.pack, row.cell.dist, row.cell.version) for row in rows}
-    doubtful = [c for c in changes if (c.pack, c.dist, c.version) in ran]
+    ran = {_key(row.cell) for row in rows}
+    doubtful = [c for c in changes if _key(c) in ran]
     if doubtful and confirm > 1:
         say(f"{len(doubtful)} change(s): {confirm - 1} more run(s) of each, to tell a change from a chance.")
         sure = dict(zip(doubtful, _confirmed(doubtful, work, pool, confirm), strict=True))
@@ -242,11 +246,11 @@ class _Before:
     def __init__(self, journal: Path, work: Work, say: Callable[[str], None]) -> None:
         self.journal = journal
         earlier = self._read(say)
-        now = {_key(seen): _plain(seen) for seen in work.stored.runs if seen.machine == work.machine and not seen.variant}
+        now = {_key(seen): _plain(seen) for seen in work.stored.runs if seen.machine == work.machine}
         self.cells: dict[str, dict[str, str] | None] = {}
         for planned, release in work.tasks:
             for side in SIDES:
-                key = f"{planned.pack.name} {planned.pack.package} {release.version} {side}"
+                key = _key(_cell(planned, release, side))
                 self.cells[key] = now.get(key)
         self.cells |= earlier.get("cells", {})
         #: Packs that had receipts before; of another, nothing can have changed.
@@ -271,11 +275,11 @@ class _Before:
         self.journal.unlink(missing_ok=True)
 
     def changes(self, after: History, machine: str) -> Iterator[Change]:
-        now = {_key(seen): seen for seen in after.runs if seen.machine == machine and not seen.variant}
+        now = {_key(seen): seen for seen in after.runs if seen.machine == machine}
         for key, was in sorted(self.cells.items(), key=lambda item: _sorting(item[0])):
             seen = now.get(key)
-            if seen is None:
-                continue
+            if seen is None or seen.stopped == "skipped":
+                continue  # not there yet, or it follows from the other side, which is told
             if was is None:
                 was = self._neighbour(seen, after)
             kind = history.change(seen.side, was["outcome"], seen.outcome) if was else None
@@ -291,11 +295,12 @@ class _Before:
                     after=seen.word,
                     evidence=seen.evidence,
                     machine=machine,
+                    variant=seen.variant,
                 )
 
     def _neighbour(self, seen: Seen, after: History) -> dict[str, str] | None:
         """For a release that was never run: the one before it, as released."""
-        if seen.side != "unpatched" or seen.pack not in self.started:
+        if seen.side != "unpatched" or seen.variant or seen.pack not in self.started:
             return None
         runs = [
             s
@@ -307,13 +312,19 @@ class _Before:
         return _plain(max(older, key=lambda s: order(s.version))) if older else None
 
 
-def _key(seen: Seen) -> str:
-    return f"{seen.pack} {seen.dist} {seen.version} {seen.side}"
+def _cell(planned: Plan, release: Release, side: str) -> receipt.Cell:
+    return receipt.Cell(
+        pack=planned.pack.name, dist=planned.pack.package, version=release.version, side=side, variant=planned.variant
+    )
 
 
-def _sorting(key: str) -> tuple[str, str, Version, bool]:
-    pack, dist, version, side = key.split(" ")
-    return pack, dist, order(version), side == "patched"
+def _key(seen: Seen | receipt.Cell | Change) -> str:
+    return " ".join([seen.pack, seen.dist, seen.version, seen.side, *([seen.variant] if seen.variant else [])])
+
+
+def _sorting(key: str) -> tuple[str, str, Version, str, bool]:
+    pack, dist, version, side, *variant = key.split(" ")
+    return pack, dist, order(version), "".join(variant), side == "patched"
 
 
 def _plain(seen: Seen) -> dict[str, str]:
@@ -322,30 +333,29 @@ def _plain(seen: Seen) -> dict[str, str]:
 
 def _confirmed(changes: Sequence[Change], work: Work, pool: Pool, confirm: int) -> Iterator[Change]:
     """The same changes with how many runs agree; one that not all runs show is spurious."""
-    wanted = {(c.pack, c.dist, c.version) for c in changes}
-    tasks = [task for task in work.tasks if (task[0].pack.name, task[0].pack.package, task[1].version) in wanted]
-    seen: dict[tuple[str, str, str, str], list[str]] = {}
+    wanted = {_key(c) for c in changes}
+    tasks = [task for task in work.tasks if any(_key(_cell(*task, side)) in wanted for side in SIDES)]
+    seen: dict[str, list[str]] = {}
     for _ in range(confirm - 1):
         # Beside the cache, which every worker sees; the receipts of these runs are no record of their own.
         folder = tasks[0][0].cache / "confirm" / uuid.uuid4().hex[:12]
         rows, _failures = runner.run_all([(replace(p, results=folder), release) for p, release in tasks], pool)
         shutil.rmtree(folder, ignore_errors=True)
         for row in rows:
-            cell = row.cell
-            seen.setdefault((cell.pack, cell.dist, cell.version, cell.side), []).append(history.said(row.verdict, cell.side))
+            seen.setdefault(_key(row.cell), []).append(history.said(row.verdict, row.cell.side))
     for c in changes:
-        words = seen.get((c.pack, c.dist, c.version, c.side), [])
+        words = seen.get(_key(c), [])
         agree = 1 + words.count(c.after)
         runs = 1 + len(words)
         yield replace(c, kind=c.kind if agree == runs else "spurious", runs=runs, agree=agree)
 
 
 def _unexpected(work: Work, after: History, changes: Sequence[Change]) -> Iterator[str]:
-    now = {_key(seen): seen for seen in after.runs if seen.machine == work.machine and not seen.variant}
-    spurious = {(c.pack, c.dist, c.version, c.side) for c in changes if c.kind == "spurious"}
+    now = {_key(seen): seen for seen in after.runs if seen.machine == work.machine}
+    spurious = {_key(c) for c in changes if c.kind == "spurious"}
     for planned, release in work.cells:
         for side in SIDES:
-            key = f"{planned.pack.name} {planned.pack.package} {release.version} {side}"
+            key = _key(_cell(planned, release, side))
             seen = now.get(key)
             wanted, why = runner.expected(planned, release.version, side)
             if seen is None:
@@ -354,7 +364,7 @@ def _unexpected(work: Work, after: History, changes: Sequence[Change]) -> Iterat
                 yield f"{key}: its receipt is stale, and it could not be run again."
             elif not seen.verdict.meets(wanted):
                 yield f"{key}: expected {wanted} ({why}), saw {seen.verdict}."
-            elif tuple(key.split(" ")) in spurious:
+            elif key in spurious:
                 yield f"{key}: its runs differ, so its verdict cannot be relied on."
 
 

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +189,9 @@ def expected(plan: Plan, version: str, side: str) -> tuple[str, str]:
     expectation = plan.pack.expectation(version)
     if expectation is None:
         return "an [expected] range", f"no range in pack.toml holds {version}"
+    own = plan.pack.variants.get(plan.variant)
+    if own is not None and own.verdict is not None:
+        expectation = replace(expectation, verdict=own.verdict, why=f"the variant {plan.variant} shows it")
     if side == "unpatched":
         return expectation.verdict, expectation.why
     if plan.patch is not None:

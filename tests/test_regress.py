@@ -37,7 +37,7 @@ def here(cache, tmp_path):
             return history.load(plan.results, [pack])
 
         with pool.threads(2) as threads, regress.alone(plan.results, "here") as journal:
-            work = regress.plan([pack], load(), plan_for=lambda _: plan, again=again)
+            work = regress.plan([pack], load(), plan_for=lambda *_: plan, again=again)
             keep = {"cells": [c for c in work.cells if c[1].version in versions] + [(plan, r) for r in extra]}
             keep["tasks"] = [t for t in work.tasks if t[1].version in versions] + [(plan, r) for r in extra]
             work = replace(work, **keep)
@@ -168,7 +168,7 @@ def test_yanked_and_deleted_releases_are_said(monkeypatch, tmp_path, store):
     known = [Release(version="0.7.0", file="w", sha256="0", yanked=True)]
     monkeypatch.setattr(releases, "releases", lambda package, cache: (known, None))
     plan = runner.Plan(pack=pack, lane="triton-interpreter", results=tmp_path, machine="here")
-    work = regress.plan([pack], history.load(tmp_path, [pack]), plan_for=lambda _: plan)
+    work = regress.plan([pack], history.load(tmp_path, [pack]), plan_for=lambda *_: plan)
     assert any("0.0.1 is no longer on the index" in warning for warning in work.warnings)
     assert any("yanked from the index by its publisher, and run all the same: 0.7.0" in warning for warning in work.warnings)
     assert [release.version for _, release in work.tasks] == ["0.7.0"]
@@ -187,7 +187,7 @@ def test_which_releases(monkeypatch, tmp_path, store):
     stored = history.load(tmp_path, [pack])
 
     def chosen(**how):
-        work = regress.plan([pack], stored, plan_for=lambda _: plan, **how)
+        work = regress.plan([pack], stored, plan_for=lambda *_: plan, **how)
         return [release.version for _, release in work.cells]
 
     assert chosen() == list(versions)

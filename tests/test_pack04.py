@@ -1,0 +1,89 @@
+"""Pack 04 on the real release: breaking its fix or its trigger turns it red, and its README says what the receipts say."""
+
+import json
+import os
+import subprocess
+
+import pytest
+
+from common import environment, history, lanes, overlay, receipt, releases, runner
+from common.pack import find
+
+PACK = find("pack04")
+CODEGEN = {"lane": "triton-codegen", "variant": "codegen", "arguments": PACK.variants["codegen"].arguments}
+
+
+@pytest.fixture(scope="module")
+def release():
+    return next(r for r in releases.releases(PACK.package, runner.CACHE)[0] if r.version == "2.3.2.post1")
+
+
+def run(tmp_path, release, **changes):
+    return runner.run_release(runner.Plan(pack=PACK, results=tmp_path, machine="here", **{**CODEGEN, **changes}), release)
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("dropped", ["keep", "dk", "dq"])
+def test_without_a_transform_the_patched_side_is_red(tmp_path, release, dropped):
+    unpatched, patched = run(tmp_path, release, drop=dropped)
+    assert unpatched.as_expected
+    assert not patched.as_expected
+    if dropped != "keep":
+        assert patched.verdict.outcome == "REPRODUCED"
+        assert receipt.read(patched.receipt)["predicate"]["reproducer"]["metrics"]["products"] == 2
+
+
+@pytest.fixture(scope="module")
+def there(release):
+    return environment.made(
+        PACK.package, release.version, release.sha256, release.file, PACK.requires, runner.CACHE, build=PACK.build
+    )
+
+
+@pytest.mark.network
+def test_a_release_that_writes_it_once_turns_the_unpatched_side_red(tmp_path, there):
+    overlay.apply_fix(overlay.load_fix(PACK.fix), there.site, tmp_path / "fixed")
+    command = [*lanes.command(there.python, "triton-codegen", PACK.script), "--codegen"]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "fixed"), "REPRODUCER_SIDE": "unpatched"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "BUG_ABSENT"
+    assert PACK.expectation(there.version).verdict == "REPRODUCED", "so the run would be red"
+
+
+def test_the_receipts_are_what_the_readme_says():
+    stored = history.load(runner.RESULTS, [PACK])
+    runs = {(s.side, s.variant, s.machine): s for s in stored.runs if s.version == "2.3.2.post1"}
+    for seen in runs.values():
+        if seen.machine == "linux-x86_64-cpu":
+            assert not seen.stale, seen.path
+    for version in ("3.5.0", "3.5.1", "3.6.0", "3.7.0", "3.8.0", "3.9.0"):
+        sides = [
+            runs[side, f"triton-{version}", "linux-x86_64-cpu"].document()["predicate"]["reproducer"]["metrics"]
+            for side in ("unpatched", "patched")
+        ]
+        assert [m["triton"] for m in sides] == [version, version]
+        assert [m["compiled"]["products"]["as written"] for m in sides] == [3, 1]
+        assert [m["compiled"]["products"]["at the end"] for m in sides] == [1, 1]
+        assert [m["compiled"]["dots"]["as written"] for m in sides] == [16, 14]
+        assert sides[0]["compiled"]["ptx_sha256"] == sides[1]["compiled"]["ptx_sha256"]
+        assert sides[0]["compiled"]["shared_bytes"] == (77824 if version.startswith("3.5") else 61440)
+        late = version in ("3.8.0", "3.9.0")
+        assert [m["without_cse"]["wgmma"] for m in sides] == ([42, 42] if late else [60, 58])
+        assert (sides[0]["without_cse"]["ptx_sha256"] == sides[1]["without_cse"]["ptx_sha256"]) == late
+    assert str(runs["unpatched", "triton-3.4.0", "linux-x86_64-cpu"].verdict) == "UNTESTABLE: compile"
+    for machine in ("linux-x86_64-cpu", "linux-x86_64-nvidia-h200"):
+        seen = runs["patched", "", machine]
+        assert seen.outcome == "ABSENT"
+        assert seen.verdict.claims == ("BITWISE_IDENTICAL",)
+
+
+@pytest.mark.network
+def test_alone_without_a_gpu_it_says_so(tmp_path, there):
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([there.python, PACK.script], capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert done.returncode == 125, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "UNTESTABLE: no-device"
+    assert "nox -s pack04" in lines[0]
+    assert json.loads(lines[-2])["verdict"] == "UNTESTABLE"
