@@ -67,7 +67,11 @@ def _parser() -> argparse.ArgumentParser:
         help="pinned (the default), all, or versions and specifiers: 0.6.5 or '>=0.6,<0.8'",
     )
     which.add_argument(
-        "--wheel", type=Path, action="append", metavar="FILE", help="a wheel of the upstream package; may be repeated"
+        "--wheel",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="a wheel of the upstream package, or an sdist of plain Python; may be repeated",
     )
     which.add_argument(
         "--release-path",

@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,13 @@ from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
-from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+from packaging.utils import (
+    InvalidSdistFilename,
+    InvalidWheelFilename,
+    canonicalize_name,
+    parse_sdist_filename,
+    parse_wheel_filename,
+)
 
 from common.errors import UserError
 from common.files import locked, write_atomically
@@ -83,11 +90,17 @@ def here(package: str, cache_dir: Path, *, wheel: Path | None = None, release_pa
         site = cache_dir / "wheels" / f"{wheel.stem}-{sha256[:12]}"
         if not site.is_dir():
             part = site.with_name(f"{site.name}.{os.getpid()}.part")
-            with zipfile.ZipFile(wheel) as archive:
-                archive.extractall(part)
+            if wheel.name.endswith(".whl"):
+                with zipfile.ZipFile(wheel) as archive:
+                    archive.extractall(part)
+            else:
+                with tarfile.open(wheel) as archive:
+                    archive.extractall(part, filter="data")
             with contextlib.suppress(OSError):  # Another run was faster.
                 part.replace(site)
             shutil.rmtree(part, ignore_errors=True)
+        if not wheel.name.endswith(".whl"):  # Its one folder holds the package and, in an egg-info, its metadata.
+            site = next(folder for folder in site.iterdir() if folder.is_dir())
         return Environment(
             python=Path(sys.executable),
             site=site,
@@ -272,18 +285,19 @@ def gpu() -> tuple[dict[str, str], ...]:
 
 
 def read_wheel(wheel: Path, package: str) -> tuple[str, str]:
-    """sha256 and version of a wheel file, checked to be ``package``'s."""
+    """sha256 and version of a wheel file (or an sdist of plain Python), checked to be ``package``'s."""
+    is_wheel = not wheel.name.endswith(".tar.gz")
     try:
-        name, version, _, _ = parse_wheel_filename(wheel.name)
+        name, version = parse_wheel_filename(wheel.name)[:2] if is_wheel else parse_sdist_filename(wheel.name)
         sha256 = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    except InvalidWheelFilename as error:
+    except (InvalidWheelFilename, InvalidSdistFilename) as error:
         raise UserError(f"--wheel {wheel} does not have a wheel's file name.") from error
     except OSError as error:
         raise UserError(f"--wheel {wheel} cannot be read: {error.strerror}.") from error
     if name != canonicalize_name(package):
         raise UserError(f"--wheel {wheel.name} is a wheel of {name}, but this pack is about {package}.")
-    if not zipfile.is_zipfile(wheel):
-        raise UserError(f"--wheel {wheel} is not a whole wheel (not a zip file): fetch it again.")
+    if not (zipfile.is_zipfile(wheel) if is_wheel else tarfile.is_tarfile(wheel)):
+        raise UserError(f"--wheel {wheel} is not a whole {'wheel (not a zip file)' if is_wheel else 'sdist'}: fetch it again.")
     return sha256, str(version)
 
 
