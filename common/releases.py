@@ -26,6 +26,8 @@ from common.pack import Pack
 
 #: An answer younger than this is not asked for again, in seconds.
 FRESH = 3600.0
+#: Seconds to connect to the index and to wait for its next byte.
+TIMEOUT = (10.0, 60.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,7 +142,7 @@ def _ask(package: str) -> list[Release]:
     index = next((os.environ[n] for n in ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL") if os.environ.get(n)), None)
     try:
         with PyPISimple(endpoint=index) if index else PyPISimple() as client:
-            page = client.get_project_page(package, timeout=(10, 60))
+            page = client.get_project_page(package, timeout=TIMEOUT)
     except NoSuchProjectError as error:
         raise UserError(f"The package index has no project {package!r}.") from error
     except (requests.RequestException, ValueError) as error:

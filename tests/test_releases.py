@@ -155,3 +155,13 @@ def test_a_yanked_release_is_run_and_said(index, tmp_path, monkeypatch):
     assert "Yanked" in warnings[0]
     assert "0.6.5" in warnings[0]
     assert "0.7.0" not in warnings[0]
+
+
+def test_an_index_that_never_answers(monkeypatch, tmp_path):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:  # takes the connection, and says nothing
+        monkeypatch.setenv("UV_DEFAULT_INDEX", f"http://127.0.0.1:{server.getsockname()[1]}/simple/")
+        monkeypatch.setattr(releases, "TIMEOUT", (0.2, 0.2))
+        with pytest.raises(UserError, match=r"did not answer for liger-kernel \((?:ReadTimeout|ConnectionError)\)"):
+            releases.releases("liger-kernel", tmp_path)

@@ -5,6 +5,7 @@ A lane's docstring states what it replaces and which evidence level that leaves.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from common.environment import gpu
@@ -36,8 +37,11 @@ def command(python: Path, lane: str, script: Path) -> list[str]:
 
 
 def files(lane: str) -> list[Path]:
-    """The files that make a lane, whose hashes a receipt carries."""
-    return [] if lane == "device" else [FOLDER / "launch.py", FOLDER / f"{lane.replace('-', '_')}.py"]
+    """The files that make a lane, whose hashes a receipt carries: with those of the lanes that it is built on."""
+    if lane == "device":
+        return []
+    own = FOLDER / f"{lane.replace('-', '_')}.py"
+    return [FOLDER / "launch.py", own, *(FOLDER / name for name in re.findall(r'with_name\("(\w+\.py)"\)', own.read_text()))]
 
 
 def known() -> list[str]:
