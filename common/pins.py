@@ -65,10 +65,11 @@ class Advice:
 def advise(package: str, packs: Iterable[Pack], stored: History, *, offered: Mapping[str, bool] | None = None) -> Advice:
     """What the stored runs say of each release of ``package``.
 
-    ``packs`` are those about it; the same ones are about its nightlies.
+    ``packs`` are those about it; the same ones are about its nightlies. One of kind ``refactor`` is about how the code is
+    written: a release that shows it is not wrong.
     ``offered`` maps each release on the index to whether it was yanked; without it the index is not gone by.
     """
-    about = [pack for pack in packs if package in (pack.package, pack.nightly)]
+    about = [pack for pack in packs if package in (pack.package, pack.nightly) and pack.kind != "refactor"]
     verdicts: dict[str, dict[str, history.Seen]] = {}
     for pack in about:
         for version, sides in history.releases(stored.of(pack.name, package)).items():
@@ -98,6 +99,9 @@ def _barred(version: str, offered: Mapping[str, bool] | None) -> str:
 
 def text(advice: Advice) -> Iterator[str]:
     """The advice in plain lines."""
+    if not advice.titles:
+        yield f"{advice.package}: no pack looks for a fault in it; those about it are about how it is written."
+        return
     if not advice.releases:
         yield f"{advice.package}: no release has been run."
         return

@@ -91,7 +91,8 @@ def _pages(packs: Sequence[Pack], stored: History, base_url: str | None) -> Iter
     yield "feed.xml", timeline.atom(packs, stored)
     yield "index.html", _overview(about, matrix, advices, packs, stored, render)
     for package, those in about.items():
-        yield f"badges/{package}.svg", pins.badge(advices[package])
+        if advices[package].releases:
+            yield f"badges/{package}.svg", pins.badge(advices[package])
         yield from _upstream(package, those, matrix, advices[package], render)
     for pack in packs:
         dists = [package for package, those in about.items() if pack in those]
@@ -280,9 +281,7 @@ def _pack(
             {
                 "package": package,
                 "newest": newest,
-                "status": f"{_SAID.get(newest.outcome, newest.outcome).capitalize()} in {newest.version}, the newest release that was run."
-                if newest
-                else "Never run as released.",
+                "status": _status(pack, newest),
                 "summary": timeline.summary(pack, runs),
                 "first": min(wrong, key=lambda seen: order(seen.version), default=None),
                 "last": max(wrong, key=lambda seen: (order(seen.version), strength(seen.evidence)), default=None),
@@ -307,6 +306,15 @@ def _pack(
             sections=list(_sections(pack, base_url)),
         ),
     )
+
+
+def _status(pack: Pack, newest: Seen | None) -> str:
+    if newest is None:
+        return "Never run as released."
+    said = _SAID.get(newest.outcome, newest.outcome)
+    if pack.kind == "refactor" and newest.outcome in ("REPRODUCED", "ABSENT"):  # no bug is meant
+        said = "still so" if newest.outcome == "REPRODUCED" else "no longer so"
+    return f"{said.capitalize()} in {newest.version}, the newest release that was run."
 
 
 def _sections(pack: Pack, base_url: str | None) -> Iterator[tuple[str, Markup]]:

@@ -147,13 +147,14 @@ def _run(seen: Seen) -> dict[str, Any]:
 
 
 def osv(pack: Pack, runs: Sequence[Seen]) -> dict[str, Any] | None:
-    """The releases with the bug in the OSV schema (https://ossf.github.io/osv-schema/); None where there is none.
+    """The releases with the bug in the OSV schema (https://ossf.github.io/osv-schema/); None where there is none, and for a
+    pack about how the code is written, which nobody is affected by.
 
     A stretch that ends at a release without the bug is an ``introduced`` / ``fixed`` range; one that ends at releases that
     cannot be told, ``introduced`` / ``last_affected``, which OSV wants in a range of its own.
     """
     wrong = stretches(runs)
-    if not wrong:
+    if not wrong or pack.kind == "refactor":
         return None
     times = sorted(seen.started for seen in runs)
     newest = max((order(seen.version) for seen in runs), default=None)

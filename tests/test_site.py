@@ -13,7 +13,7 @@ from conftest import ROOT
 
 from common import history, schema, site
 from common.errors import UserError
-from common.pack import find
+from common.pack import all_packs, find
 
 PACK = find("pack09")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -119,7 +119,9 @@ def test_a_folder_of_somebody_else_is_not_touched(tmp_path, stored):
 def test_the_command(cli, tmp_path):
     done = cli("site", "--output", tmp_path / "site", "--base-url", "https://github.com/me/packs/blob/main")
     assert done.returncode == 0, done.stderr
-    assert "38 pages. Open" in done.stdout
+    assert re.search(r"^\d+ pages\. Open ", done.stdout, re.MULTILINE)
+    for pack in all_packs():
+        assert (tmp_path / "site" / f"{pack.name}.html").is_file() == (pack.kind != "selftest")
     assert (
         "https://github.com/me/packs/blob/main/results/linux-x86_64-cpu/pack09/"
         in (tmp_path / "site" / "pack09.html").read_text()

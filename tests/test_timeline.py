@@ -236,3 +236,11 @@ def test_pins_command(cli, tmp_path, store):
     done = cli("pins", "numpy", *where)
     assert done.returncode == 2
     assert "No pack is about 'numpy'" in done.stderr
+
+
+def test_what_is_only_about_style_bars_no_release(tmp_path):
+    clarity = replace(PACK, kind="refactor")
+    advice = pins.advise(PACK.package, [clarity], of("RR"))
+    assert (advice.pin, list(advice.constraints()), list(advice.releases)) == (None, [], [])
+    assert "no pack looks for a fault" in next(pins.text(advice))
+    assert timeline.osv(clarity, runs_of("RR")) is None
