@@ -75,8 +75,9 @@ def run(options: argparse.Namespace, extra: list[str]) -> int:
     for warning in warnings:
         out.print(Text(warning, "yellow"))
     out.print(f"{pack.name} · {pack.title}", markup=False, style="bold")
-    if not (plan.here or plan.release_path):
-        _base(pack, out)
+    needed = [] if plan.here or plan.release_path else [pack.at(release.version) for release in chosen]
+    for each in {each.requires: each for each in needed}.values():
+        _base(each, out)
     with pool.threads(jobs) as workers, report.Follow(2 * len(chosen), out) as follow:
         out.print(f"{len(chosen)} release(s) of {pack.package}, both sides, lane {lane}, {workers.where}", markup=False)
         rows, failures = runner.run_all([(plan, release) for release in chosen], workers, done=follow)
@@ -265,7 +266,8 @@ def _run_cells(
 
     for label in runner.killed(runner.CACHE):
         out.print(Text(f"A run that was killed was cleared away: {label}.", "yellow"))
-    for pack in {planned.pack.requires: planned.pack for planned, _ in work.tasks}.values():
+    needed = [planned.pack.at(release.version) for planned, release in work.tasks]
+    for pack in {pack.requires: pack for pack in needed}.values():
         _base(pack, out)
     with report.Follow(2 * len(work.tasks), out, quiet=options.only_changes) as follow:
         return regress.run(

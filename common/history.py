@@ -161,13 +161,14 @@ class _Freshness:
     """Today's hashes of each pack, side and lane, taken once."""
 
     def __init__(self) -> None:
-        self._today: dict[tuple[str, str, str, str], dict[str, str]] = {}
+        self._today: dict[tuple[str, ...], dict[str, str]] = {}
 
     def is_stale(self, document: Mapping[str, Any], pack: Pack) -> bool:
         facts = document["predicate"]["reproducer"]
-        key = (pack.name, facts["side"], facts["lane"], facts["variant"])
+        held = pack.varied(facts["variant"]).at(facts["version"])
+        key = (pack.name, facts["side"], facts["lane"], *held.requires)
         if key not in self._today:
-            self._today[key] = pack.varied(facts["variant"]).hashes(facts["side"], lanes.files(facts["lane"]))
+            self._today[key] = held.hashes(facts["side"], lanes.files(facts["lane"]))
         return receipt.hashes(document) != self._today[key]
 
 

@@ -73,6 +73,7 @@ class Pack:
     variants: Mapping[str, Variant]
     wheels: str | None
     nightly: str | None
+    companions: tuple[tuple[SpecifierSet, tuple[str, ...]], ...]
     build: Mapping[str, str]
     timeout: float
     memory: float
@@ -108,6 +109,11 @@ class Pack:
             return self
         pins = {Requirement(pin).name: pin for pin in variant.requires}
         return replace(self, requires=tuple(pins.get(Requirement(pin).name, pin) for pin in self.requires))
+
+    def at(self, version: str) -> Pack:
+        """This pack with the pins that go with one release of its upstream, where those are not the same for all."""
+        more = [pins for releases, pins in self.companions if releases.contains(Version(version), prereleases=True)]
+        return replace(self, requires=(*self.requires, *(pin for pins in more for pin in pins))) if more else self
 
     def hashes(self, side: str, lane_files: Iterable[Path] = ()) -> dict[str, str]:
         """sha256 of each file that decides what a run of ``side`` shows; a receipt with others is stale."""
@@ -188,11 +194,7 @@ class _Reader:
         kind = self.get("kind", str)
         if kind not in KINDS:
             raise self.fail("kind", f"must be one of {', '.join(KINDS)}")
-        for requirement in (requires := self.strings("requires", [])):
-            try:
-                Requirement(requirement)
-            except InvalidRequirement as error:
-                raise self.fail("requires", f"has an invalid requirement {requirement!r}: {error}") from error
+        requires = self.requirements("requires", self.strings("requires", []))
         for version in (pinned := self.strings("pinned")):
             try:
                 Version(version)
@@ -213,6 +215,7 @@ class _Reader:
             variants=dict(self.variants()),
             wheels=self.get("wheels", str, None) if "wheels" in self.raw else None,
             nightly=self.get("nightly", str, None) if "nightly" in self.raw else None,
+            companions=tuple(self.companions()),
             build=self.get("build", dict, {}),
             timeout=self.positive("timeout", 180),
             memory=self.positive("memory", 8),
@@ -221,6 +224,23 @@ class _Reader:
             if pack.expectation(version) is None:
                 raise self.fail("pinned", f"has {version}, which no [expected] range holds")
         return pack
+
+    def requirements(self, key: str, listed: Iterable[str]) -> tuple[str, ...]:
+        for requirement in listed:
+            try:
+                Requirement(requirement)
+            except InvalidRequirement as error:
+                raise self.fail(key, f"has an invalid requirement {requirement!r}: {error}") from error
+        return tuple(listed)
+
+    def companions(self) -> Iterable[tuple[SpecifierSet, tuple[str, ...]]]:
+        for specifier, listed in self.get("companions", dict, {}).items():
+            if not isinstance(listed, list) or not all(isinstance(requirement, str) for requirement in listed):
+                raise self.fail(f"companions.{specifier}", "must be a list of requirements")
+            try:
+                yield SpecifierSet(specifier), self.requirements(f"companions.{specifier}", listed)
+            except InvalidSpecifier as error:
+                raise self.fail(f"companions.{specifier}", "is not a version specifier (PEP 440)") from error
 
     def variants(self) -> Iterable[tuple[str, Variant]]:
         for name, given in self.get("variants", dict, {}).items():

@@ -13,11 +13,14 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.tags import Tag, sys_tags
+from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
 
 from common.errors import UserError
@@ -32,13 +35,15 @@ TIMEOUT = (10.0, 60.0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Release:
-    """One release on the index: its best file (a wheel before an sdist)."""
+    """One release on the index: its best file for this machine."""
 
     version: str
     file: str
     sha256: str
     yanked: bool = False
     uploaded: str | None = None
+    #: sha256 of the release's other files: wheels for other machines, the sdist.
+    others: tuple[str, ...] = ()
 
 
 def releases(package: str, cache: Path, *, now: float | None = None) -> tuple[list[Release], str | None]:
@@ -130,8 +135,9 @@ def _matching(specifiers: str, known: list[Release]) -> list[Release]:
 
 def _read(path: Path) -> list[Release] | None:
     try:
-        return [Release(**release) for release in json.loads(path.read_text(encoding="utf-8"))] or None
-    except (OSError, ValueError, TypeError):
+        listed = json.loads(path.read_text(encoding="utf-8"))
+        return [Release(**{**release, "others": tuple(release["others"])}) for release in listed] or None
+    except (OSError, ValueError, TypeError, KeyError):
         return None  # Nothing there, or not whole: the index is asked again.
 
 
@@ -150,14 +156,18 @@ def _ask(package: str) -> list[Release]:
             f"The package index did not answer for {package} ({type(error).__name__}): is there a network?"
         ) from error
     found: dict[Version, Release] = {}
-    # A wheel wins over an sdist; the first of each is as good as any other, for these are all pure Python or one platform's.
-    for file in sorted(page.packages, key=lambda f: f.package_type != "wheel"):
+    hashes: dict[Version, list[str]] = {}
+    # A wheel for this machine wins over an sdist, and that over a wheel for another.
+    for file in sorted(page.packages, key=lambda f: _rank(f.filename, f.package_type)):
         sha256 = file.digests.get("sha256")
         try:
             version = Version(file.version or "")
         except InvalidVersion:
             continue
-        if file.package_type not in ("wheel", "sdist") or not sha256 or version in found:
+        if file.package_type not in ("wheel", "sdist") or not sha256:
+            continue
+        hashes.setdefault(version, []).append(sha256)
+        if version in found:
             continue
         uploaded = file.upload_time.isoformat() if file.upload_time else None
         found[version] = Release(
@@ -165,7 +175,22 @@ def _ask(package: str) -> list[Release]:
         )
     if not found:
         raise UserError(f"The package index answered for {package}, but named no release.")
-    return [found[version] for version in sorted(found)]
+    return [replace(found[version], others=tuple(hashes[version][1:])) for version in sorted(found)]
+
+
+def _rank(filename: str, kind: str | None) -> int:
+    """How well a file suits this machine: the place of its best tag among those that the interpreter takes, then sdists."""
+    if kind != "wheel":
+        return len(_tags())
+    try:
+        return min((_tags().get(tag, len(_tags()) + 1) for tag in parse_wheel_filename(filename)[3]), default=0)
+    except InvalidWheelFilename:
+        return len(_tags()) + 2
+
+
+@cache
+def _tags() -> dict[Tag, int]:
+    return {tag: i for i, tag in enumerate(sys_tags())}
 
 
 def built_wheels(pack: Pack, cache: Path) -> dict[str, Path]:

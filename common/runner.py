@@ -33,6 +33,8 @@ from common.scrub import Scrubber, allowed_env, run_env
 
 CACHE = Path(os.environ.get("REPRODUCER_CACHE") or ROOT / ".cache")
 RESULTS = ROOT / "results"
+#: Of a pack without a fix.py.
+NO_FIX = "the fault is in compiled code, which no transform of installed source reaches"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,7 +199,7 @@ def expected(plan: Plan, version: str, side: str) -> tuple[str, str]:
     if plan.patch is not None:
         return "ABSENT", "a patch under review has to cure the bug and to break nothing"
     if expectation.outcome == "REPRODUCED":
-        return "ABSENT", "the fix cures it"
+        return ("ABSENT", "the fix cures it") if plan.pack.fix.is_file() else ("NOTHING_TO_PATCH", NO_FIX)
     if expectation.outcome in ("ABSENT", "CHANGED"):
         return "NOTHING_TO_PATCH", expectation.why
     return expectation.verdict, expectation.why
@@ -225,7 +227,7 @@ def _side(
         environment=attempt.environment,
         subject=attempt.subject(),
         lane=plan.lane,
-        hashes=plan.pack.hashes(side, lanes.files(plan.lane)),
+        hashes=plan.pack.at(release.version).hashes(side, lanes.files(plan.lane)),
         command=attempt.command,
         closing=ended,
         started=started,
@@ -274,7 +276,7 @@ class _Attempt:
 
     def closing(self, before: Verdict | None) -> tuple[dict[str, Any], str]:
         """How the run ended, as the log's closing line has it, and what the script printed."""
-        skip = None if before is None or self.plan.patch else _skip(before)
+        skip = None if before is None or self.plan.patch else _skip(before, self.plan.pack)
         if skip is not None:
             return {"exit": None, **skip}, ""
         try:
@@ -343,7 +345,7 @@ class _Attempt:
             release.version,
             release.sha256,
             release.file,
-            plan.pack.requires,
+            plan.pack.at(release.version).requires,
             plan.cache,
             wheel=wheel,
             build=plan.pack.build,
@@ -421,10 +423,10 @@ class _Attempt:
         return Scrubber(folders)
 
 
-def _skip(before: Verdict) -> dict[str, str] | None:
+def _skip(before: Verdict, pack: Pack) -> dict[str, str] | None:
     """Why the patched side is not run, if it is not: only a bug that was seen can be seen to be cured."""
     if before.outcome == "REPRODUCED":
-        return None
+        return None if pack.fix.is_file() else {"stopped": "nothing-to-patch", "message": NO_FIX}
     if before.outcome in ("ABSENT", "CHANGED"):
         return {"stopped": "nothing-to-patch", "message": f"the unpatched side is {before}"}
     return {"stopped": "skipped", "verdict": before.outcome, "message": before.reason}

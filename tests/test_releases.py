@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common import releases
@@ -66,6 +66,7 @@ def test_a_release_that_is_not_there_is_one_sentence(index, tmp_path, wanted, sa
         choose(find("pack09"), wanted, tmp_path)
 
 
+@settings(deadline=None)
 @given(st.text(max_size=30))
 def test_any_wish_is_met_or_refused_in_a_sentence(tmp_path_factory, text):
     cache = tmp_path_factory.getbasetemp()
@@ -165,3 +166,30 @@ def test_an_index_that_never_answers(monkeypatch, tmp_path):
         monkeypatch.setattr(releases, "TIMEOUT", (0.2, 0.2))
         with pytest.raises(UserError, match=r"did not answer for liger-kernel \((?:ReadTimeout|ConnectionError)\)"):
             releases.releases("liger-kernel", tmp_path)
+
+
+def test_the_file_for_this_machine_is_chosen_and_the_others_are_known(monkeypatch, tmp_path):
+    import types
+
+    from packaging.tags import sys_tags
+
+    here = next(iter(sys_tags()))
+
+    def file(name, kind, sha256):
+        return types.SimpleNamespace(
+            filename=name, package_type=kind, version="1.0", digests={"sha256": sha256}, upload_time=None, is_yanked=False
+        )
+
+    files = [
+        file("toy-1.0-cp39-cp39-win_arm64.whl", "wheel", "a"),
+        file("toy-1.0.tar.gz", "sdist", "b"),
+        file("toy-1.0-py3-none-any.whl", "wheel", "c"),
+        file(f"toy-1.0-{here}.whl", "wheel", "d"),
+    ]
+    for there, chosen in ((files, "d"), (files[:3], "c"), (files[:2], "b"), (files[:1], "a")):
+        page = types.SimpleNamespace(packages=there)
+        monkeypatch.setattr("pypi_simple.PyPISimple.get_project_page", lambda *_, page=page, **__: page)
+        (found,), _ = releases.releases("toy", tmp_path / chosen)
+        assert found.sha256 == chosen
+        assert {found.sha256, *found.others} == {f.digests["sha256"] for f in there}
+        assert releases.releases("toy", tmp_path / chosen)[0] == [found], "the kept list says the same"
