@@ -24,7 +24,14 @@ def runner(session: nox.Session, *arguments: str, extra: str = "") -> None:
     """Run ``python -m common`` with this session's name in its help texts."""
     session.install("--quiet", "--editable", f".[{extra}]" if extra else ".")
     prog = f"nox -s {session.name} --"
-    session.run("python", "-m", "common", *arguments, env={"REPRODUCER_PROG": prog})
+    try:
+        session.run("python", "-m", "common", *arguments, env={"REPRODUCER_PROG": prog})
+    except nox.command.CommandFailed as error:
+        # nox itself exits with 1 whatever failed; what cron and CI tell apart has to get through: a mistake, a change.
+        if getattr(error, "return_code", None) in (2, 3) or str(error).endswith(("code 2", "code 3")):
+            session.warn(f"Session {session.name} failed: {error}")
+            raise SystemExit(getattr(error, "return_code", None) or int(str(error)[-1])) from None
+        raise
 
 
 def add_pack_sessions(folder: Path) -> None:

@@ -105,6 +105,16 @@ def test_the_workflow_makes_its_matrix_and_calls_what_is_there(tmp_path):
     assert gpu["runs-on"] == ["self-hosted", "gpu"]
 
 
+@pytest.mark.network
+def test_nox_hands_on_the_exit_status_of_a_mistake(tmp_path):
+    """nox exits with 1 whatever failed; cron has to tell a change (3) and a mistake (2) from a red verdict."""
+    nox = [sys.executable, "-m", "nox", "-f", str(ROOT / "noxfile.py"), "--envdir", str(tmp_path / "nox"), "-s", "watch", "--"]
+    done = subprocess.run([*nox, "--upstream", "numpy"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "No pack is about 'numpy'" in done.stdout  # nox joins a command's two streams
+    assert "Traceback" not in done.stdout + done.stderr
+
+
 def test_no_upstream_code_is_stored():
     """Fixes are transforms and diffs are outputs: no file in git is a diff, and none holds a copyright of others."""
     for path in subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT, check=True).stdout.split():
