@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -58,7 +57,7 @@ def run(options: argparse.Namespace, extra: list[str]) -> int:
     wheels = {environment.read_wheel(wheel, pack.package)[1]: wheel.resolve() for wheel in options.wheel or ()}
     plan = runner.Plan(
         pack=pack,
-        threads=max(1, (os.cpu_count() or 1) // jobs) if jobs > 1 else 0,
+        threads=runner.threads_each(jobs),
         lane=lane,
         arguments=arguments,
         variant=variant,
@@ -218,7 +217,7 @@ def _session(
     results = options.results or runner.RESULTS
     if any(pack.kind == "selftest" for pack in packs) and options.results is None:
         raise UserError("The self-test's receipts are no record of a release: name a folder for them with --results.")
-    jobs = options.jobs or min(runner.default_jobs("device" if gpu() else ""), os.cpu_count() or 1)
+    jobs = options.jobs or runner.default_jobs("device" if gpu() else "")
     there: AbstractContextManager[Pool] = (
         pool.cluster(options.scheduler, options.jobs) if options.scheduler else pool.threads(jobs)
     )
@@ -237,7 +236,7 @@ def _session(
                 results=results.resolve(),
                 machine=machine,
                 # On a cluster it is not known how many runs share a machine's cores.
-                threads=1 if options.scheduler else max(1, (os.cpu_count() or 1) // jobs) if jobs > 1 else 0,
+                threads=1 if options.scheduler else runner.threads_each(jobs),
             )
 
         yield workers, plan_for, results.resolve(), machine
@@ -301,7 +300,6 @@ def _bring_up_to_date(results: Path, out: Console) -> None:
 def _print(found: Report, out: Console, folder: Path) -> None:
     """The closing lines, the changes last."""
     from common import report
-    from common.history import CHANGES
 
     for label in found.killed:
         out.print(Text(f"Run again, for an earlier run of it had been killed: {label}.", "yellow"), soft_wrap=True)
@@ -315,7 +313,9 @@ def _print(found: Report, out: Console, folder: Path) -> None:
         f"{found.ran} runs, {found.cells} cells: {said}. Receipts in {report.where(folder)}/.", markup=False, soft_wrap=True
     )
     for machine, count in found.stale.items():
-        out.print(Text(f"stale      {machine}: {count} receipt(s), {CHANGES['stale']}", "dim"), soft_wrap=True)
+        out.print(
+            Text(f"stale      {machine}: {count} receipt(s), made by another script or fix than today's", "dim"), soft_wrap=True
+        )
     for change in found.changes:
         out.print(Text(f"{change.kind:<10} {change}", "red" if change.kind != "fixed" else "green"), soft_wrap=True)
     if not found.changes:

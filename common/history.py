@@ -34,16 +34,11 @@ class Seen:
     verdict: Verdict
     stopped: str | None
     started: str
-    seconds: float
     stale: bool
-    wheel: str
     sha256: str
     log_name: str
     log_sha256: str
     patch: Mapping[str, str] | None
-    torch: str | None
-    triton: str | None
-    device: str
 
     @property
     def outcome(self) -> str:
@@ -123,7 +118,6 @@ def _seen(path: Path, document: dict[str, Any], pack: Pack, freshness: _Freshnes
     facts, subject = document["predicate"]["reproducer"], document["subject"][0]
     # The same few words in every receipt: one copy of each is enough.
     facts.update((name, intern(value)) for name, value in facts.items() if isinstance(value, str))
-    environment = facts["environment"]
     return Seen(
         path=path,
         machine=intern(path.parent.parent.name),
@@ -144,16 +138,11 @@ def _seen(path: Path, document: dict[str, Any], pack: Pack, freshness: _Freshnes
         ),
         stopped=facts["stopped"],
         started=facts["started"],
-        seconds=facts["seconds"],
         stale=freshness.is_stale(document, pack),
-        wheel=subject["name"],
         sha256=subject["digest"].get("sha256", ""),
         log_name=facts["log"]["name"],
         log_sha256=facts["log"]["sha256"],
         patch=facts["patch"],
-        torch=environment["torch"],
-        triton=environment["triton"],
-        device=", ".join(gpu["name"] for gpu in environment["gpus"]) or "CPU",
     )
 
 
@@ -188,6 +177,13 @@ def strongest(runs: Iterable[Seen]) -> str:
 def best(runs: Iterable[Seen]) -> Seen | None:
     """The run to go by for one cell: a fresh one before a stale one, then the one with the strongest evidence."""
     return max(runs, key=lambda seen: (not seen.stale, strength(seen.evidence), seen.machine), default=None)
+
+
+def cured(seen: Seen, sides: Mapping[str, Iterable[Seen]]) -> bool:
+    """Whether the fix cures what ``seen`` shows, on the same machine."""
+    return seen.outcome == "REPRODUCED" and any(
+        s.outcome == "ABSENT" and s.machine == seen.machine for s in sides.get("patched", ())
+    )
 
 
 def releases(runs: Iterable[Seen]) -> dict[str, dict[str, list[Seen]]]:
@@ -225,18 +221,8 @@ class Change:
         )
 
 
-#: What the words mean; after https://github.com/rust-lang/crater's report.
-CHANGES = {
-    "regressed": "the bug is there and was not (or the fix no longer cures it)",
-    "fixed": "the bug was there and is not",
-    "broken": "it could be told and no longer can: the run failed, or something else happens now",
-    "spurious": "runs of the same cell differ",
-    "stale": "the receipt was made by another script or fix than today's",
-}
-
-
 def change(side: str, before: str, after: str) -> str | None:
-    """The kind of change between two outcomes, None for none worth a word.
+    """The kind of change between two outcomes, None for none worth a word; after https://github.com/rust-lang/crater's report.
 
     A bug that turns up where nothing could be told before has regressed too: somebody who upgrades meets it.
     """
@@ -250,6 +236,23 @@ def change(side: str, before: str, after: str) -> str | None:
     return "broken" if before in told else None
 
 
+def changed(kind: str, seen: Seen, *, before: str, before_version: str) -> Change:
+    """The change to what ``seen`` shows."""
+    return Change(
+        kind=kind,
+        pack=seen.pack,
+        dist=seen.dist,
+        version=seen.version,
+        side=seen.side,
+        before=before,
+        before_version=before_version,
+        after=seen.word,
+        evidence=seen.evidence,
+        machine=seen.machine,
+        variant=seen.variant,
+    )
+
+
 def transitions(runs: Iterable[Seen]) -> Iterator[Change]:
     """What changed from release to release, going by the best run of each, as released."""
     before: Seen | None = None
@@ -259,18 +262,7 @@ def transitions(runs: Iterable[Seen]) -> Iterator[Change]:
             continue
         kind = change("unpatched", before.outcome, seen.outcome) if before else None
         if before and kind:
-            yield Change(
-                kind=kind,
-                pack=seen.pack,
-                dist=seen.dist,
-                version=seen.version,
-                side="unpatched",
-                before=before.word,
-                before_version=before.version,
-                after=seen.word,
-                evidence=seen.evidence,
-                machine=seen.machine,
-            )
+            yield changed(kind, seen, before=before.word, before_version=before.version)
         before = seen
 
 

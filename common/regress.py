@@ -162,11 +162,15 @@ def _chosen(
         waiting = {" ".join(key.split(" ")[:3]) for key in pending}
         every = pre or pack.package == pack.nightly
         chosen = [release for release in chosen if every or not order(release.version).is_prerelease]
-        chosen = [
-            release
-            for release in (chosen if newest else chosen[-1:])
-            if newest is None or order(release.version) > newest or f"{pack.name} {pack.package} {release.version}" in waiting
-        ]
+        chosen = (
+            [
+                release
+                for release in chosen
+                if order(release.version) > newest or f"{pack.name} {pack.package} {release.version}" in waiting
+            ]
+            if newest is not None
+            else chosen[-1:]
+        )
     return [release for release in chosen if since is None or order(release.version) >= Version(since)]
 
 
@@ -246,12 +250,12 @@ class _Before:
     def __init__(self, journal: Path, work: Work, say: Callable[[str], None]) -> None:
         self.journal = journal
         earlier = self._read(say)
-        now = {_key(seen): _plain(seen) for seen in work.stored.runs if seen.machine == work.machine}
+        now = _on(work.machine, work.stored)
         self.cells: dict[str, dict[str, str] | None] = {}
         for planned, release in work.tasks:
             for side in SIDES:
                 key = _key(_cell(planned, release, side))
-                self.cells[key] = now.get(key)
+                self.cells[key] = _plain(now[key]) if key in now else None
         self.cells |= earlier.get("cells", {})
         #: Packs that had receipts before; of another, nothing can have changed.
         self.started: list[str] = earlier.get("started", sorted({key.partition(" ")[0] for key in now}))
@@ -275,7 +279,7 @@ class _Before:
         self.journal.unlink(missing_ok=True)
 
     def changes(self, after: History, machine: str) -> Iterator[Change]:
-        now = {_key(seen): seen for seen in after.runs if seen.machine == machine}
+        now = _on(machine, after)
         for key, was in sorted(self.cells.items(), key=lambda item: _sorting(item[0])):
             seen = now.get(key)
             if seen is None or seen.stopped == "skipped":
@@ -284,19 +288,7 @@ class _Before:
                 was = self._neighbour(seen, after)
             kind = history.change(seen.side, was["outcome"], seen.outcome) if was else None
             if was and kind:
-                yield Change(
-                    kind=kind,
-                    pack=seen.pack,
-                    dist=seen.dist,
-                    version=seen.version,
-                    side=seen.side,
-                    before=was["word"],
-                    before_version=was["version"],
-                    after=seen.word,
-                    evidence=seen.evidence,
-                    machine=machine,
-                    variant=seen.variant,
-                )
+                yield history.changed(kind, seen, before=was["word"], before_version=was["version"])
 
     def _neighbour(self, seen: Seen, after: History) -> dict[str, str] | None:
         """For a release that was never run: the one before it, as released."""
@@ -320,6 +312,10 @@ def _cell(planned: Plan, release: Release, side: str) -> receipt.Cell:
 
 def _key(seen: Seen | receipt.Cell | Change) -> str:
     return " ".join([seen.pack, seen.dist, seen.version, seen.side, *([seen.variant] if seen.variant else [])])
+
+
+def _on(machine: str, stored: History) -> dict[str, Seen]:
+    return {_key(seen): seen for seen in stored.runs if seen.machine == machine}
 
 
 def _sorting(key: str) -> tuple[str, str, Version, str, bool]:
@@ -351,7 +347,7 @@ def _confirmed(changes: Sequence[Change], work: Work, pool: Pool, confirm: int) 
 
 
 def _unexpected(work: Work, after: History, changes: Sequence[Change]) -> Iterator[str]:
-    now = {_key(seen): seen for seen in after.runs if seen.machine == work.machine}
+    now = _on(work.machine, after)
     spurious = {_key(c) for c in changes if c.kind == "spurious"}
     for planned, release in work.cells:
         for side in SIDES:

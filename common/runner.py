@@ -435,3 +435,8 @@ def _skip(before: Verdict, pack: Pack) -> dict[str, str] | None:
 def default_jobs(lane: str) -> int:
     """One at a time on a device (timings, memory peaks); else one a core."""
     return 1 if lane == "device" else max(1, os.cpu_count() or 1)
+
+
+def threads_each(jobs: int) -> int:
+    """How many threads a run may start beside ``jobs - 1`` others; 0, as many as it likes, where it is alone."""
+    return max(1, (os.cpu_count() or 1) // jobs) if jobs > 1 else 0

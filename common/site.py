@@ -141,9 +141,8 @@ def _drawn(pack: Pack, version: str, sides: Mapping[str, Sequence[Seen]]) -> Dra
     seen = best(sides.get("unpatched", ()))
     if seen is None:
         return None
-    cured = any(s.outcome == "ABSENT" and s.machine == seen.machine for s in sides.get("patched", ()))
     label = f"{pack.name}, {seen.dist} {version}: {_SAID.get(seen.outcome, seen.outcome)}"
-    label += ", cured by the fix" if cured and seen.outcome == "REPRODUCED" else ""
+    label += ", cured by the fix" if history.cured(seen, sides) else ""
     label += "" if seen.evidence == "none" else f", evidence {seen.evidence}"
     return Drawn(
         text=timeline.glyph(sides),

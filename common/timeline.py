@@ -40,8 +40,7 @@ def glyph(sides: Mapping[str, Sequence[Seen]]) -> str:
         drawn.setdefault(seen.outcome, seen)
     words = []
     for seen in drawn.values():
-        cured = [s for s in sides.get("patched", ()) if s.machine == seen.machine and s.outcome == "ABSENT"]
-        mark = GLYPH.get(seen.outcome, "!") + ("→✓" if seen.outcome == "REPRODUCED" and cured else "")
+        mark = GLYPH.get(seen.outcome, "!") + ("→✓" if history.cured(seen, sides) else "")
         letter = "" if seen.evidence == "none" else f" {seen.evidence[0].upper()}"
         words.append(f"({mark}{letter})" if seen.stale else f"{mark}{letter}")
     return " ".join(words)

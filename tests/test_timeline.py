@@ -35,16 +35,11 @@ def seen(version, outcome="REPRODUCED", *, side="unpatched", machine="here", evi
         verdict=Verdict(outcome=outcome, evidence="none" if outcome == "UNTESTABLE" else evidence),
         stopped=None,
         started=f"2026-11-21T00:00:{int(version.rpartition('.')[2]):02d}Z",
-        seconds=1.0,
         stale=stale,
-        wheel="w",
         sha256="0" * 64,
         log_name="x.log",
         log_sha256="0" * 64,
         patch=None,
-        torch=None,
-        triton=None,
-        device="CPU",
     )
 
 
