@@ -45,8 +45,9 @@ def run(options: argparse.Namespace, extra: list[str]) -> int:
     if options.patch is not None and options.without is not None:
         raise UserError("--without leaves out a part of the pack's own fix; it has no meaning beside --patch.")
     variant, arguments = _arguments(pack, options.variant, extra)
-    pack, own = pack.varied(variant), pack.variants.get(variant)
+    own = pack.variants.get(variant)
     lane = lanes.choose(pack, options.lane or (own.lane if own else None))
+    pack = pack.varied(variant, lane)
     out = report.console()
     # The self-test's receipts are about the harness and say nothing of a release.
     results = options.results or (runner.CACHE / "selftest" if pack.kind == "selftest" else runner.RESULTS)
@@ -228,9 +229,10 @@ def _session(
 
         def plan_for(pack: Pack, variant: str) -> runner.Plan:
             own = pack.variants.get(variant)
+            lane = (own.lane if own else None) or strongest[pack.name]
             return runner.Plan(
-                pack=pack.varied(variant),
-                lane=(own.lane if own else None) or strongest[pack.name],
+                pack=pack.varied(variant, lane),
+                lane=lane,
                 arguments=own.arguments if own else (),
                 variant=variant,
                 results=results.resolve(),

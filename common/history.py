@@ -154,7 +154,7 @@ class _Freshness:
 
     def is_stale(self, document: Mapping[str, Any], pack: Pack) -> bool:
         facts = document["predicate"]["reproducer"]
-        held = pack.varied(facts["variant"]).at(facts["version"])
+        held = pack.varied(facts["variant"], facts["lane"]).at(facts["version"])
         key = (pack.name, facts["side"], facts["lane"], *held.requires)
         if key not in self._today:
             self._today[key] = held.hashes(facts["side"], lanes.files(facts["lane"]))

@@ -74,6 +74,7 @@ class Pack:
     wheels: str | None
     nightly: str | None
     companions: tuple[tuple[SpecifierSet, tuple[str, ...]], ...]
+    pins: Mapping[str, tuple[str, ...]]
     build: Mapping[str, str]
     timeout: float
     memory: float
@@ -102,13 +103,11 @@ class Pack:
         """The variants that pin other packages than the pack itself: regress runs them on the pinned releases."""
         return [name for name, variant in self.variants.items() if variant.requires]
 
-    def varied(self, name: str) -> Pack:
-        """This pack with the pins of one of its variants; of a variant that it has no name for, itself."""
-        variant = self.variants.get(name)
-        if variant is None or not variant.requires:
-            return self
-        pins = {Requirement(pin).name: pin for pin in variant.requires}
-        return replace(self, requires=tuple(pins.get(Requirement(pin).name, pin) for pin in self.requires))
+    def varied(self, variant: str, lane: str) -> Pack:
+        """This pack with the pins of one of its lanes and one of its variants, each in place of those of the same name."""
+        own = self.variants.get(variant)
+        pins = {Requirement(pin).name: pin for pin in (*self.pins.get(lane, ()), *(own.requires if own else ()))}
+        return replace(self, requires=tuple(pins.get(Requirement(pin).name, pin) for pin in self.requires)) if pins else self
 
     def at(self, version: str) -> Pack:
         """This pack with the pins that go with one release of its upstream, where those are not the same for all."""
@@ -216,6 +215,7 @@ class _Reader:
             wheels=self.get("wheels", str, None) if "wheels" in self.raw else None,
             nightly=self.get("nightly", str, None) if "nightly" in self.raw else None,
             companions=tuple(self.companions()),
+            pins=dict(self.lane_pins()),
             build=self.get("build", dict, {}),
             timeout=self.positive("timeout", 180),
             memory=self.positive("memory", 8),
@@ -241,6 +241,14 @@ class _Reader:
                 yield SpecifierSet(specifier), self.requirements(f"companions.{specifier}", listed)
             except InvalidSpecifier as error:
                 raise self.fail(f"companions.{specifier}", "is not a version specifier (PEP 440)") from error
+
+    def lane_pins(self) -> Iterable[tuple[str, tuple[str, ...]]]:
+        for lane, listed in self.get("pins", dict, {}).items():
+            if lane not in self.raw["lanes"]:
+                raise self.fail("pins", f"has {lane!r}, which is none of the pack's lanes")
+            if not isinstance(listed, list) or not all(isinstance(requirement, str) for requirement in listed):
+                raise self.fail(f"pins.{lane}", "must be a list of requirements")
+            yield lane, self.requirements(f"pins.{lane}", listed)
 
     def variants(self) -> Iterable[tuple[str, Variant]]:
         for name, given in self.get("variants", dict, {}).items():

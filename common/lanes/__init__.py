@@ -40,8 +40,10 @@ def files(lane: str) -> list[Path]:
     """The files that make a lane, whose hashes a receipt carries: with those of the lanes that it is built on."""
     if lane == "device":
         return []
-    own = FOLDER / f"{lane.replace('-', '_')}.py"
-    return [FOLDER / "launch.py", own, *(FOLDER / name for name in re.findall(r'with_name\("(\w+\.py)"\)', own.read_text()))]
+    found = [FOLDER / "launch.py", FOLDER / f"{lane.replace('-', '_')}.py"]
+    for file in found:
+        found += (FOLDER / name for name in re.findall(r'with_name\("(\w+\.py)"\)', file.read_text()))
+    return list(dict.fromkeys(found))
 
 
 def known() -> list[str]:
