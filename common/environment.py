@@ -144,11 +144,13 @@ def made(
     *,
     wheel: Path | None = None,
     build: Mapping[str, str] = MappingProxyType({}),
+    python: str | None = None,
 ) -> Environment:
     """An environment of its own for ``package==version``, made by uv, or the one made earlier.
 
     With ``sha256`` the index's file must have just that hash; ``wheel`` installs a local file instead. ``build`` is for sdists:
-    environment variables for the build, which then takes what it needs from the base layer (no build isolation).
+    environment variables for the build, which then takes what it needs from the base layer (no build isolation). With ``python``
+    ("3.12") a wheel for that Python is installed, into this one.
     Raises `InstallError` when the release cannot be installed and `UserError` when the base layer cannot.
     """
     if wheel is not None:
@@ -167,6 +169,7 @@ def made(
             arguments = ["pip", "install", "--python", str(_python(place)), "--no-deps", "-r", str(requirement)]
             arguments += ["--require-hashes"] if sha256 else []
             arguments += ["--no-build-isolation"] if build else []
+            arguments += ["--python-version", python] if python else []
             done = _uv(arguments, build)
             if done.returncode and "No space left" in done.stderr:
                 raise UserError(f"No space left on the disk of {cache_dir}: free some and run again.")

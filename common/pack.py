@@ -75,6 +75,8 @@ class Pack:
     nightly: str | None
     companions: tuple[tuple[SpecifierSet, tuple[str, ...]], ...]
     pins: Mapping[str, tuple[str, ...]]
+    #: The Python that the upstream asks for, where its plain Python files run on an older one: older than that, this is said to uv.
+    python: str | None
     build: Mapping[str, str]
     timeout: float
     memory: float
@@ -216,6 +218,7 @@ class _Reader:
             nightly=self.get("nightly", str, None) if "nightly" in self.raw else None,
             companions=tuple(self.companions()),
             pins=dict(self.lane_pins()),
+            python=self.python(),
             build=self.get("build", dict, {}),
             timeout=self.positive("timeout", 180),
             memory=self.positive("memory", 8),
@@ -241,6 +244,13 @@ class _Reader:
                 yield SpecifierSet(specifier), self.requirements(f"companions.{specifier}", listed)
             except InvalidSpecifier as error:
                 raise self.fail(f"companions.{specifier}", "is not a version specifier (PEP 440)") from error
+
+    def python(self) -> str | None:
+        if "python" not in self.raw:
+            return None
+        if not re.fullmatch(r"3\.\d+", version := self.get("python", str)):
+            raise self.fail("python", f"must be a version such as '3.12', not {version!r}")
+        return version if sys.version_info < tuple(map(int, version.split("."))) else None
 
     def lane_pins(self) -> Iterable[tuple[str, tuple[str, ...]]]:
         for lane, listed in self.get("pins", dict, {}).items():

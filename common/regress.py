@@ -150,7 +150,7 @@ def _chosen(
     pre: bool,
     pending: Collection[str],
 ) -> list[Release]:
-    chosen = list(known)
+    chosen = releases.without_builds(pack, known)
     if which == "pinned":
         chosen = [release for release in known if release.version in pack.pinned]
     elif which == "new":

@@ -12,14 +12,14 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
-from packaging.tags import Tag, sys_tags
+from packaging.tags import Tag, cpython_tags, sys_tags
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
 
@@ -46,19 +46,21 @@ class Release:
     others: tuple[str, ...] = ()
 
 
-def releases(package: str, cache: Path, *, now: float | None = None) -> tuple[list[Release], str | None]:
+def releases(
+    package: str, cache: Path, *, python: str | None = None, now: float | None = None
+) -> tuple[list[Release], str | None]:
     """All releases of ``package``, oldest first, and a sentence of warning where the answer is an old one.
 
-    `UserError` when the index does not answer and has never been asked before.
+    Wheels for ``python`` ("3.12") are taken first. `UserError` when the index does not answer and has never been asked before.
     """
-    path = cache / "index" / f"{package}.json"
+    path = cache / "index" / (f"{package}-{python}.json" if python else f"{package}.json")
     now = time.time() if now is None else now
     known = _read(path)
     # A file from the future (a clock that was set back) is not fresh either.
     if known is not None and 0 <= now - path.stat().st_mtime < FRESH:
         return known, None
     try:
-        found = _ask(package)
+        found = _ask(package, python)
     except UserError as error:
         if known is None:
             raise
@@ -71,7 +73,7 @@ def releases(package: str, cache: Path, *, now: float | None = None) -> tuple[li
 def of(pack: Pack, cache: Path) -> tuple[list[Release], str | None]:
     """All releases that a pack can be run on: the index's, or those that the pack builds itself."""
     if pack.wheels is None:
-        return releases(pack.package, cache)
+        return releases(pack.package, cache, python=pack.python)
     built = built_wheels(pack, cache)
     return [Release(version=v, file=built[v].name, sha256="") for v in sorted(built, key=Version)], None
 
@@ -92,7 +94,7 @@ def choose(pack: Pack, wanted: str | None, cache: Path) -> tuple[list[Release], 
         ]
     warnings = [warning] if warning else []
     by_version = {Version(release.version): release for release in known}
-    chosen: list[Release] = list(known) if wanted == "all" else []
+    chosen: list[Release] = without_builds(pack, known) if wanted == "all" else []
     for part in () if wanted == "all" else pack.pinned if wanted in (None, "pinned") else _parts(str(wanted)):
         if part[0] in "<>=!~":
             chosen += [r for r in _matching(part, known) if r not in chosen]
@@ -111,6 +113,11 @@ def choose(pack: Pack, wanted: str | None, cache: Path) -> tuple[list[Release], 
     if yanked := [release.version for release in chosen if release.yanked]:
         warnings.append(f"Yanked from the index by its publisher, and run all the same: {', '.join(yanked)}.")
     return chosen, warnings
+
+
+def without_builds(pack: Pack, known: Sequence[Release]) -> list[Release]:
+    """Less the development builds (``.dev``), of which an upstream may put hundreds on the index; a nightly has nothing else."""
+    return [r for r in known if pack.package == pack.nightly or not Version(r.version).is_devrelease]
 
 
 def _parts(wanted: str) -> Iterable[str]:
@@ -141,7 +148,7 @@ def _read(path: Path) -> list[Release] | None:
         return None  # Nothing there, or not whole: the index is asked again.
 
 
-def _ask(package: str) -> list[Release]:
+def _ask(package: str, python: str | None) -> list[Release]:
     import requests
     from pypi_simple import NoSuchProjectError, PyPISimple
 
@@ -158,7 +165,7 @@ def _ask(package: str) -> list[Release]:
     found: dict[Version, Release] = {}
     hashes: dict[Version, list[str]] = {}
     # A wheel for this machine wins over an sdist, and that over a wheel for another.
-    for file in sorted(page.packages, key=lambda f: _rank(f.filename, f.package_type)):
+    for file in sorted(page.packages, key=lambda f: _rank(f.filename, f.package_type, python)):
         sha256 = file.digests.get("sha256")
         try:
             version = Version(file.version or "")
@@ -178,19 +185,26 @@ def _ask(package: str) -> list[Release]:
     return [replace(found[version], others=tuple(hashes[version][1:])) for version in sorted(found)]
 
 
-def _rank(filename: str, kind: str | None) -> int:
+def _rank(filename: str, kind: str | None, python: str | None) -> int:
     """How well a file suits this machine: the place of its best tag among those that the interpreter takes, then sdists."""
+    tags = _tags(python)
     if kind != "wheel":
-        return len(_tags())
+        return len(tags)
     try:
-        return min((_tags().get(tag, len(_tags()) + 1) for tag in parse_wheel_filename(filename)[3]), default=0)
+        return min((tags.get(tag, len(tags) + 1) for tag in parse_wheel_filename(filename)[3]), default=0)
     except InvalidWheelFilename:
-        return len(_tags()) + 2
+        return len(tags) + 2
 
 
 @cache
-def _tags() -> dict[Tag, int]:
-    return {tag: i for i, tag in enumerate(sys_tags())}
+def _tags(python: str | None = None) -> dict[Tag, int]:
+    first = cpython_tags([int(part) for part in python.split(".")]) if python else ()
+    return {tag: i for i, tag in enumerate(dict.fromkeys([*first, *sys_tags()]))}
+
+
+def fits(filename: str) -> bool:
+    """Whether this interpreter takes a file as it is."""
+    return not filename.endswith(".whl") or not parse_wheel_filename(filename)[3].isdisjoint(_tags())
 
 
 def built_wheels(pack: Pack, cache: Path) -> dict[str, Path]:

@@ -28,7 +28,7 @@ from common.pack import ROOT, Pack
 from common.pool import Pool
 from common.process import Ended, kill_marked, run
 from common.receipt import Cell
-from common.releases import Release, built_wheels
+from common.releases import Release, built_wheels, fits
 from common.scrub import Scrubber, allowed_env, run_env
 
 CACHE = Path(os.environ.get("REPRODUCER_CACHE") or ROOT / ".cache")
@@ -349,6 +349,7 @@ class _Attempt:
             plan.cache,
             wheel=wheel,
             build=plan.pack.build,
+            python=None if wheel or fits(release.file) else plan.pack.python,
         )
 
     def _overlay(self) -> None:

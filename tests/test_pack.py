@@ -40,6 +40,25 @@ def test_a_good_one_is_read(tmp_path):
     assert pack.expectation("3.0.dev1").outcome == "ABSENT"
 
 
+def test_pins_of_a_lane_stand_in_for_the_packs_and_a_variants_for_both(tmp_path):
+    keys = """pinned = ["1.0"]
+requires = ["torch==2.0", "numpy"]
+pins = { device = ["torch==2.1"] }
+variants = { old = { arguments = [], requires = ["torch==1.9"] } }
+"""
+    pack = load(write(tmp_path, GOOD.replace('pinned = ["1.0"]', keys, 1)))
+    assert pack.varied("", "device").requires == ("torch==2.1", "numpy")
+    assert pack.varied("old", "device").requires == ("torch==1.9", "numpy")
+    assert pack.requires == ("torch==2.0", "numpy")
+
+
+def test_an_upstream_that_asks_for_a_newer_python_is_told_of_it_where_this_one_is_older(tmp_path, monkeypatch):
+    folder = write(tmp_path, GOOD.replace('pinned = ["1.0"]', 'pinned = ["1.0"]\npython = "3.12"', 1))
+    for version, said in (((3, 11, 7), "3.12"), ((3, 12, 0), None), ((3, 13, 1), None)):
+        monkeypatch.setattr("sys.version_info", version)
+        assert load(folder).python == said
+
+
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
@@ -53,6 +72,9 @@ def test_a_good_one_is_read(tmp_path):
         ('pinned = ["1.0"]', 'pinned = ["1.0"]\nrequires = ["torch=="]', "invalid requirement"),
         ('pinned = ["1.0"]', 'pinned = ["1.0"]\npinnned = []', "'pinnned' is not a known key"),
         ('pinned = ["1.0"]', 'pinned = ["1.0"]\nvariants = { A = [] }', "'variants'"),
+        ('pinned = ["1.0"]', 'pinned = ["1.0"]\npins = { nowhere = [] }', "'pins"),
+        ('pinned = ["1.0"]', 'pinned = ["1.0"]\npython = 3.12', "'python' must be of type str"),
+        ('pinned = ["1.0"]', 'pinned = ["1.0"]\npython = "3"', "'python' must be a version such as '3.12'"),
         ('"<2" =', '"lower than 2" =', "not a version specifier"),
         ('"<2" = { verdict = "REPRODUCED", why = "because" }', '"<2" = "REPRODUCED"', "must be a table"),
         ('"<2" = { verdict = "REPRODUCED"', '"<2" = { verdict = "BROKEN"', "must start with one of"),
@@ -100,10 +122,10 @@ def check_contract(folder):
     assert pack.package in [r.name for r in needs]
     pins = {Requirement(r).name: str(Requirement(r).specifier) for r in pack.requires}
     for requirement in needs:
-        if requirement.name in ("torch", "triton"):
-            assert str(requirement.specifier) == pins.get(requirement.name), "the header and pack.toml pin the same"
-    own = {pack.package.replace("-", "_"), "torch", "numpy", "triton"}
-    assert set(imported(pack.script)) <= own | set(sys.stdlib_module_names), "repro.py imports nothing of ours"
+        if requirement.name in ("torch", "triton") and requirement.specifier:
+            assert str(requirement.specifier) == pins.get(requirement.name), "what the header pins pack.toml pins the same"
+    own = {"megatron" if r.name == "megatron-core" else r.name.replace("-", "_") for r in needs} | {"triton"}
+    assert set(imported(pack.script)) <= own | set(sys.stdlib_module_names), "repro.py imports what its header names, and nothing of ours"
     assert all(lane in lanes.known() for lane in pack.lanes)
     # A pack about compiled code has no fix.py, and says which release has the fix.
     fix = overlay.load_fix(pack.fix) if pack.fix.exists() or not pack.fixed.get("release") else {}

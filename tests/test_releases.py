@@ -2,6 +2,8 @@
 
 import json
 import os
+import types
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -25,7 +27,7 @@ def index(monkeypatch):
         asked = 0
         error = None
 
-        def __call__(self, package):
+        def __call__(self, package, python):
             self.asked += 1
             if self.error:
                 raise UserError(self.error)
@@ -150,7 +152,7 @@ def test_a_yanked_release_is_run_and_said(index, tmp_path, monkeypatch):
     from dataclasses import replace
 
     known = [replace(r, yanked=r.version == "0.6.5") for r in KNOWN]
-    monkeypatch.setattr(releases, "_ask", lambda package: known)
+    monkeypatch.setattr(releases, "_ask", lambda package, python: known)
     chosen, warnings = choose(find("pack09"), "0.6.5,0.7.0", tmp_path)
     assert [r.version for r in chosen] == ["0.6.5", "0.7.0"]
     assert "Yanked" in warnings[0]
@@ -168,18 +170,39 @@ def test_an_index_that_never_answers(monkeypatch, tmp_path):
             releases.releases("liger-kernel", tmp_path)
 
 
-def test_the_file_for_this_machine_is_chosen_and_the_others_are_known(monkeypatch, tmp_path):
-    import types
+def file(name, kind, sha256):
+    return types.SimpleNamespace(
+        filename=name, package_type=kind, version="1.0", digests={"sha256": sha256}, upload_time=None, is_yanked=False
+    )
 
+
+def test_wheels_for_another_python_are_taken_where_a_pack_asks_for_them(monkeypatch, tmp_path):
+    newer = file("toy-1.0-cp399-cp399-manylinux_2_17_x86_64.whl", "wheel", "new")
+    sdist, win = file("toy-1.0.tar.gz", "sdist", "b"), file("toy-1.0-cp399-cp399-win_arm64.whl", "wheel", "w")
+    for there in ([newer, sdist, win], [win, sdist, newer]):
+        page = types.SimpleNamespace(packages=there)
+        monkeypatch.setattr("pypi_simple.PyPISimple.get_project_page", lambda *_, page=page, **__: page)
+        cache = tmp_path / there[0].digests["sha256"]
+        assert releases.releases("toy", cache)[0][0].sha256 == "b"
+        assert releases.releases("toy", cache, python="3.99")[0][0].sha256 == ("new" if os.uname().machine == "x86_64" else "b")
+    assert not releases.fits(newer.filename)
+    assert releases.fits(sdist.filename)
+    assert releases.fits("toy-1.0-py3-none-any.whl")
+
+
+@given(st.lists(st.from_regex(r"[0-9]\.[0-9](rc[0-9]|\.dev[0-9]|\.post[0-9])?", fullmatch=True), unique=True))
+def test_development_builds_are_run_of_nightlies_alone(versions):
+    known = [Release(version=v, file="", sha256="") for v in versions]
+    pack = find("pack09")
+    kept = [r.version for r in releases.without_builds(pack, known)]
+    assert kept == [v for v in versions if ".dev" not in v]
+    assert releases.without_builds(replace(pack, package=pack.nightly), known) == known
+
+
+def test_the_file_for_this_machine_is_chosen_and_the_others_are_known(monkeypatch, tmp_path):
     from packaging.tags import sys_tags
 
     here = next(iter(sys_tags()))
-
-    def file(name, kind, sha256):
-        return types.SimpleNamespace(
-            filename=name, package_type=kind, version="1.0", digests={"sha256": sha256}, upload_time=None, is_yanked=False
-        )
-
     files = [
         file("toy-1.0-cp39-cp39-win_arm64.whl", "wheel", "a"),
         file("toy-1.0.tar.gz", "sdist", "b"),
