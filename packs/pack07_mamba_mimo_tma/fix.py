@@ -70,9 +70,19 @@ FIX = {
             r"\1, :], qk_dot_shared)\n",
         ),
         replace("second-qk-dot-read", r"qk_dot_frag\[cs, r_out, r_in\]", "qk_dot_shared[cs, r_out * R + r_in]"),
-        replace("second-gamma-tile", r"(dgamma_diag_prereduce_frag = T\.alloc_fragment\()\[chunk_size, R, R\]", r"\1[chunk_size, R * R]"),
-        replace("second-gamma", r"dgamma_diag_prereduce_frag\[cs, r_out, r_in\]", "dgamma_diag_prereduce_frag[cs, r_out * R + r_in]"),
-        replace("second-gamma-sum", r"T\.view\(dgamma_diag_prereduce_frag, shape=\[chunk_size, R\*R\]\)", "dgamma_diag_prereduce_frag"),
+        replace(
+            "second-gamma-tile",
+            r"(dgamma_diag_prereduce_frag = T\.alloc_fragment\()\[chunk_size, R, R\]",
+            r"\1[chunk_size, R * R]",
+        ),
+        replace(
+            "second-gamma", r"dgamma_diag_prereduce_frag\[cs, r_out, r_in\]", "dgamma_diag_prereduce_frag[cs, r_out * R + r_in]"
+        ),
+        replace(
+            "second-gamma-sum",
+            r"T\.view\(dgamma_diag_prereduce_frag, shape=\[chunk_size, R\*R\]\)",
+            "dgamma_diag_prereduce_frag",
+        ),
         _call("first-call", "bwd_fwd_kernel"),
         _call("second-call", "bwd_bwd_kernel"),
         replace("host-qk-dot", r"(qk_dot = torch\.zeros\(\[B, H, S, )R, R\]", r"\1R * R]"),
