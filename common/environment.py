@@ -144,13 +144,14 @@ def made(
     *,
     wheel: Path | None = None,
     build: Mapping[str, str] = MappingProxyType({}),
+    beside: Sequence[str] = (),
     python: str | None = None,
 ) -> Environment:
     """An environment of its own for ``package==version``, made by uv, or the one made earlier.
 
     With ``sha256`` the index's file must have just that hash; ``wheel`` installs a local file instead. ``build`` is for sdists:
     environment variables for the build, which then takes what it needs from the base layer (no build isolation). With ``python``
-    ("3.12") a wheel for that Python is installed, into this one.
+    ("3.12") a wheel for that Python is installed, into this one. ``beside`` are installed after it, without their dependencies.
     Raises `InstallError` when the release cannot be installed and `UserError` when the base layer cannot.
     """
     if wheel is not None:
@@ -158,6 +159,7 @@ def made(
         file = wheel.name
     under = base(requires, cache_dir)
     place = cache_dir / "envs" / f"{package}-{version}-{(sha256 or 'nohash')[:12]}-{under.name[-12:]}"
+    place = place.with_name(f"{place.name}-{hashlib.sha256(' '.join(beside).encode()).hexdigest()[:6]}") if beside else place
     stamp = place / "reproducer.json"
     with locked(place.with_name(f"{place.name}.lock")):
         if not stamp.is_file():
@@ -166,11 +168,12 @@ def made(
             (_site(place) / "_base.pth").write_text(f"{_site(under)}\n", encoding="utf-8")
             requirement = place / "release.txt"
             requirement.write_text(f"{wanted} --hash=sha256:{sha256}\n" if sha256 else f"{wanted}\n", encoding="utf-8")
-            arguments = ["pip", "install", "--python", str(_python(place)), "--no-deps", "-r", str(requirement)]
-            arguments += ["--require-hashes"] if sha256 else []
+            arguments = ["pip", "install", "--python", str(_python(place)), "--no-deps"]
             arguments += ["--no-build-isolation"] if build else []
-            arguments += ["--python-version", python] if python else []
-            done = _uv(arguments, build)
+            own = ["-r", str(requirement), *(["--require-hashes"] if sha256 else []), *(["--python-version", python] if python else [])]
+            done = _uv([*arguments, *own], build)
+            if done.returncode == 0 and beside:
+                done = _uv([*arguments, *beside], build)
             if done.returncode and "No space left" in done.stderr:
                 raise UserError(f"No space left on the disk of {cache_dir}: free some and run again.")
             if done.returncode and _NETWORK.search(done.stderr):

@@ -77,6 +77,8 @@ class Pack:
     pins: Mapping[str, tuple[str, ...]]
     #: The Python that the upstream asks for, where its plain Python files run on an older one: older than that, this is said to uv.
     python: str | None
+    #: Packages that stand beside the release in its environment, without their dependencies, built as ``build`` says.
+    beside: tuple[str, ...]
     build: Mapping[str, str]
     timeout: float
     memory: float
@@ -219,6 +221,7 @@ class _Reader:
             companions=tuple(self.companions()),
             pins=dict(self.lane_pins()),
             python=self.python(),
+            beside=self.requirements("beside", self.strings("beside", [])),
             build=self.get("build", dict, {}),
             timeout=self.positive("timeout", 180),
             memory=self.positive("memory", 8),

@@ -349,6 +349,7 @@ class _Attempt:
             plan.cache,
             wheel=wheel,
             build=plan.pack.build,
+            beside=plan.pack.beside,
             python=None if wheel or fits(release.file) else plan.pack.python,
         )
 
