@@ -79,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="a folder that holds the installed release (pip install --target DIR)",
     )
+    run.add_argument("--source", type=Path, metavar="DIR", help="a clone of the upstream, for a variant that is a commit of it")
     run.add_argument("--here", action="store_true", help="in the active environment: no nox, no network, nothing installed")
     run.add_argument(
         "--patch",

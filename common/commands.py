@@ -38,7 +38,7 @@ def complain(sentence: str) -> None:
 
 
 def run(options: argparse.Namespace, extra: list[str]) -> int:
-    from common import environment, lanes, pool, report, runner
+    from common import environment, lanes, pool, report, runner, sources
 
     pack = find(options.pack)
     _check(options)
@@ -55,7 +55,14 @@ def run(options: argparse.Namespace, extra: list[str]) -> int:
     if review:  # Verdicts on somebody's diff, or on a fix broken on purpose, are no record of the release.
         results = results / "review" / (options.patch.stem if options.patch else f"without-{options.without}")
     jobs = options.jobs or runner.default_jobs(lane)
-    wheels = {environment.read_wheel(wheel, pack.package)[1]: wheel.resolve() for wheel in options.wheel or ()}
+    given = list(options.wheel or ())
+    if own and own.source and not given and not options.here:
+        with report.waiting(f"{pack.name}: looking for commit {own.source[:10]} of {pack.upstream}", out):
+            given = [sources.wheel(pack, variant, options.source, runner.CACHE)]
+    elif options.source:
+        named = ", ".join(n for n, v in pack.variants.items() if v.source) or "none"
+        raise UserError(f"--source goes with a --variant that is a commit; {pack.name} has: {named}.")
+    wheels = {environment.read_wheel(wheel, pack.package)[1]: wheel.resolve() for wheel in given}
     plan = runner.Plan(
         pack=pack,
         threads=runner.threads_each(jobs),

@@ -170,7 +170,12 @@ def made(
             requirement.write_text(f"{wanted} --hash=sha256:{sha256}\n" if sha256 else f"{wanted}\n", encoding="utf-8")
             arguments = ["pip", "install", "--python", str(_python(place)), "--no-deps"]
             arguments += ["--no-build-isolation"] if build else []
-            own = ["-r", str(requirement), *(["--require-hashes"] if sha256 else []), *(["--python-version", python] if python else [])]
+            own = [
+                "-r",
+                str(requirement),
+                *(["--require-hashes"] if sha256 else []),
+                *(["--python-version", python] if python else []),
+            ]
             done = _uv([*arguments, *own], build)
             if done.returncode == 0 and beside:
                 done = _uv([*arguments, *beside], build)

@@ -46,13 +46,15 @@ class Expectation:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
     """Arguments of the script that have a name. With them may go a lane, pins in place of the pack's of the same name, and what
-    the pinned releases show then, where it is not what they show without.
+    the pinned releases show then, where it is not what they show without; or a commit that is in no release.
     """
 
     arguments: tuple[str, ...]
     lane: str | None = None
     requires: tuple[str, ...] = ()
     verdict: str | None = None
+    #: A commit of the upstream, 40 hex digits, which is run in place of a release.
+    source: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +81,8 @@ class Pack:
     python: str | None
     #: Packages that stand beside the release in its environment, without their dependencies, built as ``build`` says.
     beside: tuple[str, ...]
+    #: The folders of the upstream's repository that its wheels hold, for commits.
+    tree: tuple[str, ...]
     build: Mapping[str, str]
     timeout: float
     memory: float
@@ -222,6 +226,7 @@ class _Reader:
             pins=dict(self.lane_pins()),
             python=self.python(),
             beside=self.requirements("beside", self.strings("beside", [])),
+            tree=self.strings("tree", []),
             build=self.get("build", dict, {}),
             timeout=self.positive("timeout", 180),
             memory=self.positive("memory", 8),
@@ -269,18 +274,28 @@ class _Reader:
             lists = [table.get("arguments", []), table.get("requires", [])]
             if (
                 not re.fullmatch(r"[a-z0-9.-]+", name)
-                or set(table) - {"arguments", "lane", "requires", "verdict"}
+                or set(table) - {"arguments", "lane", "requires", "source", "verdict"}
                 or not all(isinstance(words, list) and all(isinstance(w, str) for w in words) for words in lists)
-                or not all(isinstance(table.get(key, ""), str) for key in ("lane", "verdict"))
+                or not all(isinstance(table.get(key, ""), str) for key in ("lane", "source", "verdict"))
             ):
                 raise self.fail(
                     "variants",
-                    f"has {name!r}, which must be a lower-case name with a list of arguments, or a table of arguments, lane, requires and verdict",
+                    f"has {name!r}, which must be a lower-case name with a list of arguments, or a table of arguments, lane, requires, source and verdict",
+                )
+            if "source" in table and not (
+                re.fullmatch(r"[0-9a-f]{40}", table["source"]) and "verdict" in table and self.raw.get("tree")
+            ):
+                raise self.fail(
+                    "variants", f"has {name!r} with a source: that is 40 hex digits, beside a verdict, and needs 'tree'"
                 )
             yield (
                 name,
                 Variant(
-                    arguments=tuple(lists[0]), lane=table.get("lane"), requires=tuple(lists[1]), verdict=table.get("verdict")
+                    arguments=tuple(lists[0]),
+                    lane=table.get("lane"),
+                    requires=tuple(lists[1]),
+                    verdict=table.get("verdict"),
+                    source=table.get("source"),
                 ),
             )
 

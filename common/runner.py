@@ -314,9 +314,13 @@ class _Attempt:
             digest = {"record_sha256": environments.record_sha256(overlay.distribution(cell.dist, environment.site))}
         else:
             digest = {"sha256": sha256}
+        own = self.plan.pack.variants.get(self.plan.variant)
+        uri = f"pkg:pypi/{cell.dist}@{cell.version}"
+        if own is not None and own.source:
+            uri = f"pkg:github/{self.plan.pack.upstream.lower()}@{own.source}"
         return {
             "name": file or f"{cell.dist}-{cell.version}",
-            "uri": f"pkg:pypi/{cell.dist}@{cell.version}",
+            "uri": uri,
             "digest": digest,
         }
 

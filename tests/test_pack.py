@@ -125,7 +125,9 @@ def check_contract(folder):
         if requirement.name in ("torch", "triton") and requirement.specifier:
             assert str(requirement.specifier) == pins.get(requirement.name), "what the header pins pack.toml pins the same"
     own = {"megatron" if r.name == "megatron-core" else r.name.replace("-", "_") for r in needs} | {"triton"}
-    assert set(imported(pack.script)) <= own | set(sys.stdlib_module_names), "repro.py imports what its header names, and nothing of ours"
+    assert set(imported(pack.script)) <= own | set(sys.stdlib_module_names), (
+        "repro.py imports what its header names, and nothing of ours"
+    )
     assert all(lane in lanes.known() for lane in pack.lanes)
     # A pack about compiled code has no fix.py, and says which release has the fix.
     fix = overlay.load_fix(pack.fix) if pack.fix.exists() or not pack.fixed.get("release") else {}

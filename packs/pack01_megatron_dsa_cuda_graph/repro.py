@@ -15,6 +15,7 @@ import ctypes
 import importlib
 import importlib.util
 import inspect
+import itertools
 import json
 import os
 import sys
@@ -112,6 +113,7 @@ def fake_cuda():
 def waits(call, number):
     """What would wait, over all branches: each answer of a question is tried with True and with False."""
     found, todo, problem = {}, [[]], None
+    capturing, torch.cuda.is_current_stream_capturing = torch.cuda.is_current_stream_capturing, lambda: True
     while todo:
         answers = todo.pop()
         with fake_cuda(), Waits(answers, number) as watch:
@@ -121,9 +123,8 @@ def waits(call, number):
                 problem = f"{type(error).__name__}: {error}"
         found |= {(what, where): line for what, where, line in watch.found}
         if len(answers) < watch.asked <= 12:
-            todo += [
-                [*answers, *[True] * (i - len(answers)), False] for i in range(len(answers), watch.asked)
-            ]
+            todo += [[*answers, *[True] * (i - len(answers)), False] for i in range(len(answers), watch.asked)]
+    torch.cuda.is_current_stream_capturing = capturing
     return [{"what": what, "where": where, "line": line} for (what, where), line in sorted(found.items())], problem
 
 
@@ -155,9 +156,10 @@ layout, masking = (importlib.import_module(f"{DSA}.{name}") for name in ("dsa_la
 facts["file"] = layout.__file__
 print(f"megatron-core {release.version}, torch {torch.__version__}, {facts['evidence']}")
 
-# Sequences of 16, 0 (zigzag CP pads each to a multiple of 2 * cp_size) and 32 rows; 64 rows in all, 16 of which are padding.
-CP, ROWS = 2, 64
-LENGTHS = [[0, 16, 16, 48], [0, 32, 40, 64]]
+# Sequences of 16, 0 and 32 rows (zigzag CP has each a multiple of 2 * cp_size), then rows of padding, where that is supported.
+CP, LENGTHS = 2, [[0, 16, 16, 48], [0, 32, 40, 48]]
+PADDED = "cu_seqlens_cover_output" in inspect.signature(layout.build_packed_allgather_cp_local_positions).parameters
+ROWS = 64 if PADDED else 48
 
 
 CU = torch.tensor(LENGTHS[0], device="cuda") if on_gpu else None  # a graph is replayed on it
@@ -169,9 +171,9 @@ def given(device):
     return CU if on_gpu else torch.empty(4, dtype=torch.int64, device=device)
 
 
-def positions(device, cu=None, rank=1):
+def positions(device, cu=None, rank=1, rows=ROWS):
     return layout.build_packed_allgather_cp_local_positions(
-        given(device) if cu is None else cu, CP, rank, torch.device(device), output_size=ROWS // CP
+        given(device) if cu is None else cu, CP, rank, torch.device(device), output_size=rows // CP
     )
 
 
@@ -182,7 +184,7 @@ def bounds(device, cu=None):
 
 
 def of_positions(device, cu=None):
-    query = torch.arange(ROWS // 2, device=device)
+    query = torch.arange(24, device=device)
     return torch.cat(masking.generate_varlen_mask_params_for_positions(given(device) if cu is None else cu, query))
 
 
@@ -193,20 +195,24 @@ def from_ids(device, cu=None):
 
 def scatter(device, cu=None):
     mask = torch.full((2, 8, 16), float("-inf"), device=device)
-    index = torch.zeros(2, 8, 4, dtype=torch.int64, device=device)
+    index = torch.arange(-1, 3, device=device).expand(2, 8, 4)
     masking.scatter_topk_into_index_mask(mask, index)
     return mask
 
 
 def fused_bounds(device, cu=None):
-    mask = torch.zeros(2, 8, 8, device=device)
-    found = masking.build_fused_indexer_varlen_bounds(
-        sq=8, skv=8, device=torch.device(device), mask=mask, varlen_starts=None, varlen_ends=None, key_positions=None
+    rows = torch.arange(8, device=device)
+    ways = (
+        {"mask": torch.zeros(2, 8, 8, device=device)},
+        {"varlen_starts": 0 * rows, "varlen_ends": rows, "key_positions": rows},
     )
-    return torch.cat(found) if found else mask
+    none = dict.fromkeys(("mask", "varlen_starts", "varlen_ends", "key_positions"))
+    found = [
+        masking.build_fused_indexer_varlen_bounds(sq=8, skv=8, device=torch.device(device), **{**none, **way}) for way in ways
+    ]
+    return torch.cat([bound for pair in found for bound in pair or ()] or [rows])
 
 
-# With host code: the layout that every packed CP forward builds; the mask of one; what the seed's report named.
 HELPERS = {
     "build_packed_allgather_cp_local_positions": positions,
     "generate_varlen_mask_params": bounds,
@@ -233,7 +239,11 @@ def detector():
 
 
 if not on_gpu:
-    state("control", "the detector finds .item(), torch.equal, boolean index, repeat_interleave, copies; and nothing else", detector())
+    state(
+        "control",
+        "the detector finds .item(), torch.equal, boolean index, repeat_interleave, copies; and nothing else",
+        detector(),
+    )
 modules = {name: layout if hasattr(layout, name) else masking for name in HELPERS}
 checked = [name for name in HELPERS if hasattr(modules[name], name)]
 for name in checked:
@@ -260,31 +270,70 @@ for name in checked:
 
 if (name := "build_packed_allgather_cp_local_positions") in checked:
 
-    def zigzag(lengths, rank):
+    def zigzag(lengths, rank, rows):
         """The rows of a rank, by definition: chunk ``rank`` and its mirror of each sequence; then padding, after all of them."""
         found = []
-        for start, end in zip(lengths, lengths[1:], strict=False):
+        for start, end in itertools.pairwise(lengths):
             half = (end - start) // CP // 2
-            found += [*range(start + rank * half, start + (rank + 1) * half), *range(end - (rank + 1) * half, end - rank * half)]
-        return found + [lengths[-1] + rank * (ROWS // CP) + i for i in range(ROWS // CP - len(found))]
+            found += [
+                *range(start + rank * half, start + (rank + 1) * half),
+                *range(end - (rank + 1) * half, end - rank * half),
+            ]
+        return found + [lengths[-1] + rank * (rows // CP) + i for i in range(rows // CP - len(found))]
 
     torch.manual_seed(0)
     right = 0
     for _ in range(200):
         lengths = [0, *(4 * torch.randint(0, 5, (4,))).cumsum(0).tolist()]
-        if 0 < lengths[-1] <= ROWS:
-            device = "cuda" if on_gpu else "cpu"
-            got = [positions(device, torch.tensor(lengths, device=device), rank).tolist() for rank in range(CP)]
-            right += got == [zigzag(lengths, rank) for rank in range(CP)]
-        else:
-            right += 1
-    state("control", f"{name}: rows as defined, for 200 cu_seqlens, with empty sequences and padding", right == 200)
+        rows = 80 if PADDED else lengths[-1]
+        device = "cuda" if on_gpu else "cpu"
+        got = [positions(device, torch.tensor(lengths, device=device), rank, rows).tolist() for rank in range(CP)]
+        right += lengths[-1] == 0 or got == [zigzag(lengths, rank, rows) for rank in range(CP)]
+    state(
+        "control",
+        f"{name}: rows as defined, for 200 cu_seqlens, with empty sequences{' and padding' if PADDED else ''}",
+        right == 200,
+    )
     try:
         positions("cpu", torch.tensor([0, 6]))
         refuses = False
     except ValueError:
         refuses = True
     state("control", f"{name}: outside of capture it still refuses lengths that cannot be split", refuses)
+if (name := "scatter_topk_into_index_mask") in checked:
+
+    def cleared(mask, index):
+        """The branchless form first proposed: clamp, scatter, and slot 0 put back to -inf where only a clamped index hit it."""
+        mask.scatter_(-1, index.clamp_min(0), 0.0)
+        only_clamped = (index < 0).any(-1) & ~(index == 0).any(-1)
+        mask[..., 0] = torch.where(only_clamped, float("-inf"), mask[..., 0])
+
+    def defined(mask, index):
+        for row, keys in zip(mask.flatten(0, 1), index.flatten(0, 1), strict=True):
+            row[keys[keys >= 0]] = 0.0
+
+    forms = {"as it is here": masking.scatter_topk_into_index_mask, "clamp, scatter, put slot 0 back": cleared}
+    for what, fill in (
+        ("-inf", lambda: torch.full((2, 4, 8), float("-inf"))),
+        ("additive, <= 0", lambda: -torch.rand(2, 4, 8)),
+    ):
+        for form, function in forms.items():
+            right = 0
+            for _ in range(300):
+                mask, index = fill(), torch.randint(-2, 8, (2, 4, 3))
+                got, want = mask.clone(), mask.clone()
+                function(got, index)
+                defined(want, index)
+                right += torch.equal(got, want)
+            role = "control" if form == "as it is here" else "note"
+            state(role, f"{name}, {form}, mask {what}: as defined in {right} of 300", right == 300)
+if (name := "extract_query_positions_from_position_ids") in checked:
+    try:
+        layout.extract_query_positions_from_position_ids(torch.tensor([[0, 1], [1, 0]]), 2, torch.device("cpu"))
+        refuses = False
+    except AssertionError:
+        refuses = True
+    state("control", f"{name}: outside of capture it still refuses ids that differ", refuses)
 if bad := [c["name"] for c in facts["comparisons"] if c["role"] == "control" and not c["holds"]]:
     finish("CHANGED", bad[0])
 finish("REPRODUCED" if any(c["holds"] for c in facts["comparisons"] if c["role"] == "trigger") else "ABSENT")

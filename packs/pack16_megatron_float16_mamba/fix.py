@@ -23,6 +23,8 @@ FIX = {
     ),
     "megatron/core/ssm/mamba_mixer.py": (
         insert_after("mark-a", r"^ +self\.A_log = nn\.Parameter\(A_log\)\n", "            self.A_log.keep_in_fp32 = True\n"),
-        insert_before("mark-d", r'^ +setattr\(self\.D, "tensor_model_parallel", True\)\n', "        self.D.keep_in_fp32 = True\n"),
+        insert_before(
+            "mark-d", r"^ +setattr\(self\.D, ['\"]tensor_model_parallel['\"], True\)\n", "        self.D.keep_in_fp32 = True\n"
+        ),
     ),
 }

@@ -1,0 +1,67 @@
+"""Commits of an upstream as wheels: the same commit gives the same file, and one that is not there is said in a sentence."""
+
+import subprocess
+import zipfile
+from dataclasses import replace
+
+import pytest
+
+from common import environment, sources
+from common.errors import UserError
+from common.pack import Variant, find
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A repository with one commit: its folder, and a pack with that commit for a variant."""
+    folder = tmp_path / "clone"
+    (folder / "pkg/core").mkdir(parents=True)
+    for name in ("core/__init__.py", "core/data.json", "core/kernel.cpp", "other.py"):
+        (folder / "pkg" / name).write_text(name)
+
+    def git(*arguments):
+        who = ("-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false")
+        done = subprocess.run(["git", "-C", folder, *who, *arguments], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "-m", "one")
+    commit, tree = git("rev-parse", "HEAD"), git("rev-parse", "HEAD^{tree}")
+    one = Variant(arguments=(), source=commit, verdict="REPRODUCED")
+    pack = replace(find("pack01"), package="toy-pkg", tree=("pkg/core",), variants={"one": one})
+    return folder, pack, commit, tree
+
+
+def test_a_wheel_names_commit_and_tree_and_is_the_same_each_time(clone, tmp_path):
+    folder, pack, commit, tree = clone
+    made = [sources.wheel(pack, "one", folder, tmp_path / cache) for cache in ("first", "second")]
+    assert made[0].read_bytes() == made[1].read_bytes()
+    version = f"0+git.{commit[:10]}.tree.{tree[:10]}"
+    assert environment.read_wheel(made[0], "toy-pkg")[1] == version
+    names = zipfile.ZipFile(made[0]).namelist()
+    assert sorted(n for n in names if "dist-info" not in n) == ["pkg/core/__init__.py", "pkg/core/data.json"]
+
+
+def test_it_is_installed_by_uv(clone, tmp_path):
+    folder, pack, _, _ = clone
+    wheel = sources.wheel(pack, "one", folder, tmp_path)
+    there = environment.made(pack.package, "0", "", "", (), tmp_path / "cache", wheel=wheel)
+    assert (there.site / "pkg/core/data.json").read_text() == "core/data.json"
+
+
+def test_a_commit_that_is_not_there_is_one_sentence(clone, tmp_path):
+    folder, pack, _, _ = clone
+    other = replace(pack, variants={"one": replace(pack.variants["one"], source="0" * 40)})
+    with pytest.raises(UserError, match=r"^UNTESTABLE: source: .* does not have it\. .*--source DIR$"):
+        sources.wheel(other, "one", folder, tmp_path)
+    with pytest.raises(UserError, match="is not a folder"):
+        sources.wheel(pack, "one", folder / "nowhere", tmp_path)
+    with pytest.raises(UserError, match="cannot be fetched"):
+        sources.wheel(replace(other, upstream="../nowhere"), "one", None, tmp_path)
+
+
+def test_a_source_belongs_to_a_variant(cli):
+    done = cli("run", "pack01", "--source", ".")
+    assert done.returncode == 2
+    assert "da482cf5c8" in done.stderr
