@@ -1,10 +1,11 @@
-"""Errors over releases as an SVG that follows the reader's light or dark scheme."""
+"""Errors over releases, and peak memory over lengths, as SVGs that follow the reader's light or dark scheme."""
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from common.history import Seen, best, releases
 
@@ -96,16 +97,60 @@ def errors(runs: Sequence[Seen], title: str) -> str | None:
         step = max(1, len(names) // 60)
         axes.set_xticks(range(0, len(names), step), names[::step], rotation=90)
         axes.set_ylabel("relative error", color=FG)
-        axes.set_title(title, color=FG, loc="left", fontsize=10)
-        axes.grid(axis="y", color=LINE, linewidth=0.6)
-        axes.tick_params(colors=FG, which="both")
-        for spine in axes.spines.values():
-            spine.set_color(LINE)
-        figure.legend(loc="upper right", ncols=4, frameon=False, labelcolor=FG)
-        figure.patch.set_alpha(0)
-        axes.patch.set_alpha(0)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+        return _finished(figure, axes, title)
+
+
+def peaks(runs: Iterable[Seen], title: str) -> str | None:
+    """An SVG of the peak memory (GiB) that a patched run measured over lengths, in its metric ``peak_gib``; None without such a run.
+
+    The metric is ``{"1024": {"fused": 0.02, "unfused": 0.5}, …}``, with null for out of memory, drawn as a gap.
+    """
+    found = next((peak for seen in runs if (peak := _peaks(seen))), None)
+    if found is None:
+        return None
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator
+
+    lengths = sorted(found, key=int)
+    ways = sorted({way for row in found.values() for way in row})
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "reproducer", "font.family": "sans-serif", "font.size": 9}):
+        figure = Figure(figsize=(8.0, 3.8))
+        axes = figure.add_axes((0.1, 0.15, 0.88, 0.68))
+        for way, colour, marker in zip(ways, (GOOD, BAD, CONTROL, LIMIT), "osx^", strict=False):
+            values = [found[length].get(way) for length in lengths]
+            axes.plot(
+                [int(length) for length in lengths], [v or float("nan") for v in values], f"{marker}-", color=colour, label=way
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks([int(length) for length in lengths], lengths)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.set_xlabel("S", color=FG)
+        axes.set_ylabel("peak memory, GiB", color=FG)
+        return _finished(figure, axes, title)
+
+
+def _peaks(seen: Seen) -> dict[str, dict[str, float | None]]:
+    if not seen.variant or seen.side != "patched" or seen.outcome != "ABSENT":
+        return {}
+    metric = seen.document()["predicate"]["reproducer"]["metrics"].get("peak_gib")
+    return metric if metric and all(name.isdecimal() and isinstance(row, dict) for name, row in metric.items()) else {}
+
+
+def _finished(figure: Any, axes: Any, title: str) -> str:
+    axes.set_title(title, color=FG, loc="left", fontsize=10)
+    axes.grid(axis="y", color=LINE, linewidth=0.6)
+    axes.tick_params(colors=FG, which="both")
+    for spine in axes.spines.values():
+        spine.set_color(LINE)
+    figure.legend(loc="upper right", ncols=4, frameon=False, labelcolor=FG)
+    figure.patch.set_alpha(0)
+    axes.patch.set_alpha(0)
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     return _themed(buffer.getvalue())
 
 

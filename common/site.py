@@ -271,7 +271,13 @@ def _pack(
             if svg := plot.errors(there, f"{pack.name}, {package}, {machine}"):
                 name = f"plots/{pack.name}-{package}-{machine}.svg"
                 yield name, svg
-                plots.append((name, machine))
+                plots.append((name, machine, "errors"))
+        for machine in dict.fromkeys(seen.machine for seen in stored.runs):
+            own = (s for s in stored.runs if (s.pack, s.dist, s.machine) == (pack.name, package, machine))
+            if svg := plot.peaks(own, f"{pack.name}, {package}, {machine}"):
+                name = f"plots/{pack.name}-{package}-{machine}-memory.svg"
+                yield name, svg
+                plots.append((name, machine, "memory"))
         osv = timeline.osv(pack, runs)
         osv_name = f"osv/{osv['id']}.json" if osv else None
         if osv_name:

@@ -1,11 +1,12 @@
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from common import lanes, receipt
+from common import environment, lanes, receipt, releases, runner
 from common.grade import grade
 from common.pack import find
 from common.receipt import Cell
@@ -34,6 +35,39 @@ def make_log(facts=FACTS, *, sentinel="BUG_REPRODUCED", exit=10, body=None, side
     lines += body if body is not None else ["some output", json.dumps(facts), sentinel]
     ending = {"exit": exit, "signal": None, "stopped": None, "seconds": 1.0, "peak_rss": 1, "cut": 0, **closing}
     return "\n".join([*lines, json.dumps({"runner": ending})]) + "\n"
+
+
+def installed(pack, version):
+    """The environment of one release, as the runner makes it."""
+    release = next(r for r in releases.of(pack, runner.CACHE)[0] if r.version == version)
+    return environment.made(
+        pack.package,
+        version,
+        release.sha256,
+        release.file,
+        pack.requires,
+        runner.CACHE,
+        build=pack.build,
+        beside=pack.beside,
+        python=None if releases.fits(release.file) else pack.python,
+    )
+
+
+def run_script(pack, there, fixed, side, lane, *arguments, script=None):
+    """A pack's script, without a GPU, with the tree ``fixed`` before the release: its last line, its JSON line, all it said."""
+    env = {
+        **os.environ,
+        "PYTHONPATH": f"{fixed}{os.pathsep}{there.site}",
+        "REPRODUCER_SIDE": side,
+        "CUDA_VISIBLE_DEVICES": "",
+        "TMPDIR": str(fixed.parent),
+        "TILELANG_CACHE_DIR": str((script or fixed).parent),
+    }
+    command = [*lanes.command(there.python, lane, script or pack.script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=fixed.parent, env=env)
+    lines = ["", "", *done.stdout.splitlines()]
+    facts = json.loads(lines[-2]) if lines[-2].startswith("{") else {}
+    return lines[-1], facts, done.stdout + done.stderr
 
 
 @pytest.fixture

@@ -1,12 +1,9 @@
 """Pack 01 on a real release: breaking its fix or its trigger turns it red, and its README says what the receipts say."""
 
-import json
-import os
-import subprocess
-
 import pytest
+from conftest import installed, run_script
 
-from common import environment, history, lanes, overlay, releases, runner
+from common import history, overlay, runner
 from common.pack import find
 
 PACK = find("pack01")
@@ -14,22 +11,12 @@ PACK = find("pack01")
 
 @pytest.fixture(scope="module")
 def there():
-    known = releases.releases(PACK.package, runner.CACHE, python=PACK.python)[0]
-    release = next(r for r in known if r.version == "0.19.2")
-    python = None if releases.fits(release.file) else PACK.python
-    return environment.made(
-        PACK.package, release.version, release.sha256, release.file, PACK.requires, runner.CACHE, python=python
-    )
+    return installed(PACK, "0.19.2")
 
 
 def run(there, fixed, side):
-    env = {**os.environ, "PYTHONPATH": f"{fixed}{os.pathsep}{there.site}", "REPRODUCER_SIDE": side, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        lanes.command(there.python, "device", PACK.script), capture_output=True, text=True, cwd=fixed.parent, env=env
-    )
-    lines = ["", "{}", *done.stdout.splitlines()]
-    facts = json.loads(lines[-2]) if lines[-2].startswith("{") else {}
-    return lines[-1], facts.get("metrics", {}).get("waits", {}), done.stdout + done.stderr
+    last, facts, said = run_script(PACK, there, fixed, side, "device")
+    return last, facts.get("metrics", {}).get("waits", {}), said
 
 
 @pytest.mark.network

@@ -5,23 +5,17 @@ import os
 import subprocess
 
 import pytest
+from conftest import installed, run_script
 
-from common import environment, history, lanes, overlay, releases, runner
+from common import history, overlay, runner
 from common.pack import find
 
 PACK = find("pack05")
 
 
 @pytest.fixture(scope="module")
-def release():
-    return next(r for r in releases.releases(PACK.package, runner.CACHE)[0] if r.version == "2.3.2.post1")
-
-
-@pytest.fixture(scope="module")
-def there(release):
-    return environment.made(
-        PACK.package, release.version, release.sha256, release.file, PACK.requires, runner.CACHE, build=PACK.build
-    )
+def there():
+    return installed(PACK, "2.3.2.post1")
 
 
 @pytest.fixture(scope="module")
@@ -40,21 +34,13 @@ def script(tmp_path_factory):
 
 
 def run(there, script, fixed, side):
-    command = lanes.command(there.python, "tilelang-cpu", script)
-    env = {
-        **os.environ,
-        "PYTHONPATH": f"{fixed}{os.pathsep}{there.site}",
-        "REPRODUCER_SIDE": side,
-        "TILELANG_CACHE_DIR": str(script.parent),
-    }
-    done = subprocess.run(command, capture_output=True, text=True, cwd=script.parent, env=env)
-    return (done.stdout.splitlines() or [""])[-1], done.stdout or done.stderr
+    return run_script(PACK, there, fixed, side, "tilelang-cpu", script=script)
 
 
 @pytest.mark.network
 def test_breaking_the_trigger_turns_the_unpatched_side_red(tmp_path, there, script):
     overlay.apply_fix(overlay.load_fix(PACK.fix), there.site, tmp_path / "fixed")
-    last, said = run(there, script, tmp_path / "fixed", "unpatched")
+    last, _facts, said = run(there, script, tmp_path / "fixed", "unpatched")
     assert last == "BUG_ABSENT", said
     assert PACK.expectation(there.version).verdict == "REPRODUCED", "so the run would be red"
 
@@ -63,9 +49,8 @@ def test_breaking_the_trigger_turns_the_unpatched_side_red(tmp_path, there, scri
 @pytest.mark.parametrize("name", ["dense", "varlen"])
 def test_without_a_transform_the_patched_side_is_red(tmp_path, there, script, name):
     overlay.apply_fix(overlay.drop(overlay.load_fix(PACK.fix), name), there.site, tmp_path / "fixed")
-    last, said = run(there, script, tmp_path / "fixed", "patched")
+    last, facts, said = run(there, script, tmp_path / "fixed", "patched")
     assert last == "BUG_REPRODUCED", said
-    facts = json.loads(said.splitlines()[-2])
     holds = {c["name"].split()[0]: c["holds"] for c in facts["comparisons"] if c["role"] == "trigger"}
     assert holds == {"dense": name == "dense", "varlen": name == "varlen"}
 
@@ -78,7 +63,7 @@ def test_a_wrong_reduction_is_seen(tmp_path, there, script):
     right, wrong = "unflatten(3, (G, H // G)).sum(dim=4)", "unflatten(3, (H // G, G)).sum(dim=3)"
     assert file.read_text().count(right) == 2
     file.write_text(file.read_text().replace(right, wrong))
-    last, said = run(there, script, tmp_path / "fixed", "patched")
+    last, _facts, said = run(there, script, tmp_path / "fixed", "patched")
     assert last.startswith("CHANGED: dense G=2"), said
 
 

@@ -1,11 +1,9 @@
 """Pack 07 on the real release: breaking its fix or its trigger turns it red, and its README says what the receipts say."""
 
-import os
-import subprocess
-
 import pytest
+from conftest import installed, run_script
 
-from common import environment, history, lanes, overlay, releases, runner
+from common import history, overlay, runner
 from common.pack import find
 
 PACK = find("pack07")
@@ -14,22 +12,12 @@ FIRST = ["--kernels", "first"]
 
 @pytest.fixture(scope="module")
 def there():
-    release = next(r for r in releases.releases(PACK.package, runner.CACHE)[0] if r.version == "2.3.2.post1")
-    return environment.made(
-        PACK.package, release.version, release.sha256, release.file, PACK.requires, runner.CACHE, build=PACK.build
-    )
+    return installed(PACK, "2.3.2.post1")
 
 
 def run(there, fixed, side, *arguments):
-    command = [*lanes.command(there.python, "tilelang-codegen", PACK.script), *arguments]
-    env = {
-        **os.environ,
-        "PYTHONPATH": f"{fixed}{os.pathsep}{there.site}",
-        "REPRODUCER_SIDE": side,
-        "TMPDIR": str(fixed.parent),
-    }
-    done = subprocess.run(command, capture_output=True, text=True, cwd=fixed.parent, env=env)
-    return (done.stdout.splitlines() or [""])[-1], done.stdout + done.stderr
+    last, _, said = run_script(PACK, there, fixed, side, "tilelang-codegen", *arguments)
+    return last, said
 
 
 @pytest.mark.network

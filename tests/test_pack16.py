@@ -1,12 +1,12 @@
 """Pack 16 on a real release: breaking its fix or its trigger turns it red, and its README says what the receipts say."""
 
-import json
 import os
 import subprocess
 
 import pytest
+from conftest import installed, run_script
 
-from common import environment, history, lanes, overlay, releases, runner
+from common import history, overlay, runner
 from common.pack import find
 
 PACK = find("pack16")
@@ -14,29 +14,12 @@ PACK = find("pack16")
 
 @pytest.fixture(scope="module")
 def there():
-    known = releases.releases(PACK.package, runner.CACHE, python=PACK.python)[0]
-    release = next(r for r in known if r.version == "0.16.1")
-    return environment.made(
-        PACK.package,
-        release.version,
-        release.sha256,
-        release.file,
-        PACK.requires,
-        runner.CACHE,
-        build=PACK.build,
-        beside=PACK.beside,
-        python=None if releases.fits(release.file) else PACK.python,
-    )
+    return installed(PACK, "0.16.1")
 
 
-def run(there, fixed, side):
-    env = {**os.environ, "PYTHONPATH": f"{fixed}{os.pathsep}{there.site}", "REPRODUCER_SIDE": side, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        lanes.command(there.python, "megatron-cpu", PACK.script), capture_output=True, text=True, cwd=fixed.parent, env=env
-    )
-    lines = ["", "{}", *done.stdout.splitlines()]
-    facts = json.loads(lines[-2]) if lines[-2].startswith("{") else {}
-    return lines[-1], facts.get("metrics", {}).get("cast", {}), done.stdout + done.stderr
+def run(there, fixed, side, script=None):
+    last, facts, said = run_script(PACK, there, fixed, side, "megatron-cpu", script=script)
+    return last, facts.get("metrics", {}).get("cast", {}), said
 
 
 @pytest.mark.network
@@ -68,15 +51,8 @@ def test_a_fix_that_casts_nothing_is_seen(tmp_path, there):
     script = PACK.script.read_text().replace('"MambaMixer": mixer.to(device)', '"MambaMixer": mixer.float().to(device)')
     assert script != PACK.script.read_text()
     (tmp_path / "repro.py").write_text(script)
-    env = {
-        **os.environ,
-        "PYTHONPATH": f"{tmp_path / 'fixed'}{os.pathsep}{there.site}",
-        "REPRODUCER_SIDE": "patched",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    command = lanes.command(there.python, "megatron-cpu", tmp_path / "repro.py")
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
-    assert done.stdout.splitlines()[-1].startswith("CHANGED"), done.stdout + done.stderr
+    last, _, said = run(there, tmp_path / "fixed", "patched", script=tmp_path / "repro.py")
+    assert last.startswith("CHANGED"), said
 
 
 @pytest.mark.network
@@ -97,7 +73,7 @@ def test_the_receipts_are_what_the_readme_says():
         assert not good.stale
         old, new = (seen.document()["predicate"]["reproducer"]["metrics"] for seen in (bad, good))
         assert new["cast"] == {}
-        row = next(line for line in readme.splitlines() if line.startswith("| 0.9.0"))
+        row = next(line for line in readme.splitlines() if line.startswith("| 0.8.0"))
         assert all(name in row for names in old["cast"].values() for name in names)
     said = old["handed over"]["Mamba3 MIMO"]["refused"].partition(": ")[2]
     assert said in readme

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from conftest import ROOT
 
-from common import history, schema, site
+from common import history, plot, schema, site
 from common.errors import UserError
 from common.pack import all_packs, find
 
@@ -67,6 +67,14 @@ def test_nothing_is_fetched_from_elsewhere(built):
         assert not re.search(r"""(?:src=|@import|url\()\s*["']?(?:https?:)?//""", text), path
         for mark in (str(ROOT), "/home/", "/tmp/"):
             assert mark not in text, path
+
+
+def test_peak_memory_is_drawn_from_a_run_that_measured_it():
+    pack = find("pack02")
+    runs = [s for s in history.load(ROOT / "results", [pack]).runs if s.version == "0.19.2"]
+    drawn = plot.peaks(runs, "peaks")
+    assert all(word in drawn for word in ("peak memory", "fused", "unfused", "32768", "prefers-color-scheme"))
+    assert plot.peaks([s for s in runs if not s.variant], "peaks") is None
 
 
 def test_what_is_for_machines(built):
