@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from common import environment, lanes, receipt, releases, runner
+from common import environment, lanes, receipt, releases, runner, sources
+from common.errors import UserError
 from common.grade import grade
 from common.pack import find
 from common.receipt import Cell
@@ -51,6 +52,16 @@ def installed(pack, version):
         beside=pack.beside,
         python=None if releases.fits(release.file) else pack.python,
     )
+
+
+def made_of_commit(pack, variant):
+    """The environment of a variant's commit: from a clone at $UPSTREAM_CLONE, or fetched; skips the test where neither has it."""
+    clone = os.environ.get("UPSTREAM_CLONE")
+    try:
+        wheel = sources.wheel(pack, variant, Path(clone) if clone else None, runner.CACHE)
+    except UserError as error:
+        pytest.skip(f"{error} For this test: UPSTREAM_CLONE=DIR")
+    return environment.made(pack.package, "0", "", "", pack.requires, runner.CACHE, wheel=wheel)
 
 
 def run_script(pack, there, fixed, side, lane, *arguments, script=None):

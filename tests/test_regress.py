@@ -166,7 +166,7 @@ def test_yanked_and_deleted_releases_are_said(monkeypatch, tmp_path, store):
     pack = find("pack09")
     store(tmp_path, version="0.0.1", stale=True, machine="here")
     known = [Release(version="0.7.0", file="w", sha256="0", yanked=True)]
-    monkeypatch.setattr(releases, "releases", lambda package, cache: (known, None))
+    monkeypatch.setattr(releases, "releases", lambda package, cache, **_: (known, None))
     plan = runner.Plan(pack=pack, lane="triton-interpreter", results=tmp_path, machine="here")
     work = regress.plan([pack], history.load(tmp_path, [pack]), plan_for=lambda *_: plan)
     assert any("0.0.1 is no longer on the index" in warning for warning in work.warnings)
@@ -181,7 +181,7 @@ def test_which_releases(monkeypatch, tmp_path, store):
     store(tmp_path, version="0.8.0", machine="here")
     versions = ("0.6.5", "0.7.0", "0.8.0", "0.8.1", "0.8.2", "0.9.0rc1", "0.9.0")
     monkeypatch.setattr(
-        releases, "releases", lambda package, cache: ([Release(version=v, file="w", sha256="0") for v in versions], None)
+        releases, "releases", lambda package, cache, **_: ([Release(version=v, file="w", sha256="0") for v in versions], None)
     )
     plan = runner.Plan(pack=pack, lane="triton-interpreter", results=tmp_path, machine="here")
     stored = history.load(tmp_path, [pack])
