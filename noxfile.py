@@ -75,7 +75,8 @@ def lint(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run the tests; '-- -m "not network"' leaves out those that install real releases."""
     session.install("--quiet", "--editable", ".[cluster,site]", *nox.project.dependency_groups(PYPROJECT, "tests"))
-    session.run("pytest", *session.posargs)
+    # A worker keeps a file's tests together: they share an installed release.
+    session.run("pytest", "--numprocesses=auto", "--maxprocesses=4", "--dist=loadfile", *session.posargs)
 
 
 @nox.session(default=False)

@@ -114,6 +114,8 @@ def diff(site: Path, overlay: Path) -> str:
 
 def _transform(path: Path, file: str, transforms: Sequence[Transform]) -> None:
     if not path.is_file():
+        if transforms and all(transform.optional for transform in transforms):
+            return
         raise AnchorError(f"{file}: the release has no such file")
     source = path.read_text(encoding="utf-8")
     for transform in transforms:

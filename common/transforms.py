@@ -21,6 +21,8 @@ class Transform:
 
     name: str
     edit: Callable[[str], str]
+    #: Only some releases need it. A file all of whose edits are optional need not be in a release.
+    optional: bool = False
 
     def __call__(self, source: str) -> str:
         return self.edit(source)
@@ -46,7 +48,7 @@ def replace(name: str, anchor: str, replacement: str | Callable[[re.Match[str]],
             return source
         raise AnchorError(f"transform {name!r}: anchor {anchor!r} was found {found} times, not once")
 
-    return Transform(name, edit)
+    return Transform(name, edit, optional)
 
 
 def insert_after(name: str, anchor: str, code: str) -> Transform:

@@ -82,6 +82,15 @@ def test_any_diff_applies_back(tmp_path_factory, old, new):
     assert (place / "site" / "m.py").read_text() == "".join(new)
 
 
+def test_a_file_of_optional_edits_need_not_be_in_a_release(site, tmp_path):
+    fix = {"toy/__init__.py": (replace("maybe", "nowhere", "", optional=True),)}
+    fix["toy/other.py"] = (replace("other", "nowhere", "", optional=True),)
+    assert apply_fix(fix, site, tmp_path / "overlay") == ""
+    fix["toy/other.py"] += (replace("needed", "nowhere", ""),)
+    with pytest.raises(AnchorError, match=r"toy/other\.py: the release has no such file"):
+        apply_fix(fix, site, tmp_path / "overlay")
+
+
 @pytest.mark.parametrize(
     ("fix", "said"),
     [

@@ -29,7 +29,7 @@ def test_breaking_the_trigger_turns_the_unpatched_side_red(tmp_path, there):
 
 
 @pytest.mark.network
-@pytest.mark.parametrize("dropped", ["first-q", "first-q-tile", "first-k-tile"])
+@pytest.mark.parametrize("dropped", ["first-q-tile"])  # a minute each
 def test_without_a_transform_the_patched_side_is_red(tmp_path, there, dropped):
     overlay.apply_fix(overlay.drop(overlay.load_fix(PACK.fix), dropped), there.site, tmp_path / "fixed")
     last, said = run(there, tmp_path / "fixed", "patched", *FIRST)
