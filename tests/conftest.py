@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from common import environment, lanes, receipt, releases, runner, sources
@@ -13,6 +14,8 @@ from common.pack import find
 from common.receipt import Cell
 
 ROOT = Path(__file__).parent.parent
+hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
+hypothesis.settings.load_profile("untimed")
 
 FACTS = {
     "reproducer": 1,
