@@ -291,6 +291,7 @@ def _pack(
                 "first": min(wrong, key=lambda seen: order(seen.version), default=None),
                 "last": max(wrong, key=lambda seen: (order(seen.version), strength(seen.evidence)), default=None),
                 "evidence": strongest(runs),
+                "commits": list(_commits(pack, package, stored)),
                 "plots": plots,
                 "runs": sorted(
                     runs, key=lambda seen: (order(seen.version), seen.machine, seen.side != "patched"), reverse=True
@@ -311,6 +312,15 @@ def _pack(
             sections=list(_sections(pack, base_url)),
         ),
     )
+
+
+def _commits(pack: Pack, package: str, stored: History) -> Iterator[str]:
+    """The commits between releases that were run, with what was seen; they are in no release, so in no matrix."""
+    for name, variant in pack.variants.items():
+        runs = [seen for seen in stored.runs if (seen.pack, seen.dist, seen.variant) == (pack.name, package, name)]
+        sides = [best([seen for seen in runs if seen.side == side]) for side in ("unpatched", "patched")]
+        if variant.source and sides[0]:
+            yield f"{name}: " + ", ".join(f"{seen.word} ({seen.machine})" for seen in sides if seen)
 
 
 def _status(pack: Pack, newest: Seen | None) -> str:

@@ -31,7 +31,7 @@ def test_the_releases_between_which_it_changes(tmp_path, version, last, training
 @pytest.mark.network
 def test_breaking_the_trigger_turns_the_unpatched_side_red(tmp_path):
     script = PACK.script.read_text()
-    assert script.count("te.checkpoint(") == 4
+    assert script.count("te.checkpoint(") == 2
     (tmp_path / "repro.py").write_text(
         script.replace("te.checkpoint(forward, x)", "forward(x)").replace("te.checkpoint(block, x)", "block(x)")
     )

@@ -77,6 +77,14 @@ def test_peak_memory_is_drawn_from_a_run_that_measured_it():
     assert plot.peaks([s for s in runs if not s.variant], "peaks") is None
 
 
+def test_commits_are_said_that_are_in_no_release(tmp_path):
+    pack = find("pack11")
+    site.build([pack], history.load(ROOT / "results", [pack]), tmp_path / "site")
+    text = (tmp_path / "site" / "pack11.html").read_text()
+    assert "d48bd6be0a: BUG_REPRODUCED" in text
+    assert "8a29fd5752: BUG_ABSENT" in text
+
+
 def test_what_is_for_machines(built):
     schema.validate("timeline", json.loads((built / "timeline.json").read_text()))
     assert json.loads((built / "osv" / "REPRODUCER-PACK09.json").read_text())["affected"]

@@ -10,7 +10,7 @@ from common.transforms import insert_after, replace
 def _exit(where):
     return replace(
         f"{where}-recompute",
-        r"^(        )(if enabled and \S+\.?(?:FP8_AUTOCAST_DEPTH|autocast_depth) == 0 and not _graph and torch\.is_grad_enabled\(\)):\n",
+        r"^(        )(if enabled and [\w.]*(?:AUTOCAST_DEPTH|autocast_depth) == 0 and not _graph and torch\.is_grad_enabled\(\)):\n",
         r"\1from .distributed import activation_recompute_forward\n\n"
         r"\1recomputed = activation_recompute_forward.depth > 0\n"
         r"\1\2 and not recomputed:\n",
