@@ -46,10 +46,26 @@ def pack_table(packs: list[Pack], stored: History) -> str:
     """Packs, what they are about and what the stored receipts say of the newest release."""
     lines = ["| pack | upstream | what breaks | wrong in | newest release seen | evidence |", "|---|---|---|---|---|---|"]
     for pack in packs:
-        wrong = ", ".join(f"`{e.range}`" for e in pack.expected if e.outcome == "REPRODUCED")
+        commits = [name for name, variant in pack.variants.items() if variant.source and variant.verdict == "REPRODUCED"]
+        wrong = ", ".join([*(f"`{found}`" for found in wrong_ranges(pack)), *(f"commit {name}" for name in commits)])
         link = f"[{pack.name}](packs/{pack.folder.name}/README.md)"
         lines.append(f"| {link} | {pack.package} | {pack.title} | {wrong or '–'} | {' | '.join(_newest(pack, stored))} |")
     return "\n".join(lines) + "\n"
+
+
+def wrong_ranges(pack: Pack) -> list[str]:
+    """The ranges of releases that are wrong; where one begins as another ends, for another reason, they are one."""
+    ranges: list[str] = []
+    for expected in pack.expected:
+        lower, _, upper = expected.range.partition(",")
+        if expected.outcome != "REPRODUCED":
+            continue
+        if ranges and lower.startswith(">=") and ranges[-1].endswith(f",<{lower[2:]}"):
+            start = ranges.pop().rpartition(",")[0]
+            ranges.append(f"{start},{upper}" if upper else start)
+        else:
+            ranges.append(expected.range)
+    return ranges
 
 
 def _newest(pack: Pack, stored: History) -> tuple[str, str]:

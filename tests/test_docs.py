@@ -11,6 +11,7 @@ from conftest import ROOT
 from markdown_it import MarkdownIt
 
 from common import tables
+from common.pack import find
 
 COMMANDS = ("run", "regress", "watch", "pins", "site", "attach", "new-pack", "tables", "regrade", "verify", "bench")
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("packs/*/README.md"))]
@@ -67,6 +68,19 @@ def test_links_and_pictures_lead_somewhere(path):
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
         if not target.startswith("http"):
             assert (path.parent / target).exists(), target
+
+
+@pytest.mark.parametrize(
+    ("name", "ranges"),
+    [
+        ("pack09", [">=0.5.3,<0.5.9", ">=0.6.3,<0.8.2"]),
+        ("pack12", [">=0.16.0rc0"]),
+        ("pack26", [">=2.2.0,<2.14.0"]),
+        ("pack10", []),
+    ],
+)
+def test_ranges_that_meet_are_one(name, ranges):
+    assert tables.wrong_ranges(find(name)) == ranges
 
 
 def test_generated_tables_are_up_to_date_and_the_check_can_fail(tmp_path):
