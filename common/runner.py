@@ -251,6 +251,22 @@ def _side(
     )
 
 
+def installed(pack: Pack, release: Release, cache: Path, wheel: Path | None = None) -> Environment:
+    """The environment of one release, or of a wheel in its place, with the pins that go with it."""
+    return environments.made(
+        pack.package,
+        release.version,
+        release.sha256,
+        release.file,
+        pack.at(release.version).requires,
+        cache,
+        wheel=wheel,
+        build=pack.build,
+        beside=pack.beside,
+        python=None if wheel or fits(release.file) else pack.python,
+    )
+
+
 class _Attempt:
     """One try at one cell: everything up to the closing line of its log."""
 
@@ -344,18 +360,7 @@ class _Attempt:
             return environments.here(plan.pack.package, plan.cache, wheel=wheel, release_path=plan.release_path)
         if wheel is None and plan.pack.wheels is not None:
             wheel = built_wheels(plan.pack, plan.cache)[release.version]
-        return environments.made(
-            plan.pack.package,
-            release.version,
-            release.sha256,
-            release.file,
-            plan.pack.at(release.version).requires,
-            plan.cache,
-            wheel=wheel,
-            build=plan.pack.build,
-            beside=plan.pack.beside,
-            python=None if wheel or fits(release.file) else plan.pack.python,
-        )
+        return installed(plan.pack, release, plan.cache, wheel)
 
     def _overlay(self) -> None:
         assert self.environment is not None

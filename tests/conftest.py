@@ -7,7 +7,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from common import environment, lanes, receipt, releases, runner, sources
+from common import lanes, receipt, releases, runner, sources
 from common.errors import UserError
 from common.grade import grade
 from common.pack import find
@@ -44,17 +44,7 @@ def make_log(facts=FACTS, *, sentinel="BUG_REPRODUCED", exit=10, body=None, side
 def installed(pack, version):
     """The environment of one release, as the runner makes it."""
     release = next(r for r in releases.of(pack, runner.CACHE)[0] if r.version == version)
-    return environment.made(
-        pack.package,
-        version,
-        release.sha256,
-        release.file,
-        pack.requires,
-        runner.CACHE,
-        build=pack.build,
-        beside=pack.beside,
-        python=None if releases.fits(release.file) else pack.python,
-    )
+    return runner.installed(pack, release, runner.CACHE)
 
 
 def made_of_commit(pack, variant):
@@ -64,7 +54,7 @@ def made_of_commit(pack, variant):
         wheel = sources.wheel(pack, variant, Path(clone) if clone else None, runner.CACHE)
     except UserError as error:
         pytest.skip(f"{error} For this test: UPSTREAM_CLONE=DIR")
-    return environment.made(pack.package, "0", "", "", pack.requires, runner.CACHE, wheel=wheel)
+    return runner.installed(pack, releases.Release(version="0", file="", sha256=""), runner.CACHE, wheel)
 
 
 def run_script(pack, there, fixed, side, lane, *arguments, script=None):

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from common import environment, history, lanes, overlay, receipt, releases, runner
+from common import history, lanes, overlay, receipt, releases, runner
 from common.pack import find
 
 PACK = find("pack04")
@@ -35,9 +35,7 @@ def test_without_a_transform_the_patched_side_is_red(tmp_path, release, dropped)
 
 @pytest.fixture(scope="module")
 def there(release):
-    return environment.made(
-        PACK.package, release.version, release.sha256, release.file, PACK.requires, runner.CACHE, build=PACK.build
-    )
+    return runner.installed(PACK, release, runner.CACHE)
 
 
 @pytest.mark.network
