@@ -261,6 +261,7 @@ def _pack(
     parts = []
     for package in packages:
         runs = stored.of(pack.name, package)
+        every = [seen for seen in stored.runs if (seen.pack, seen.dist) == (pack.name, package)]
         newest = next(
             (seen for sides in reversed(matrix[pack.name, package].values()) if (seen := best(sides.get("unpatched", ())))),
             None,
@@ -272,9 +273,8 @@ def _pack(
                 name = f"plots/{pack.name}-{package}-{machine}.svg"
                 yield name, svg
                 plots.append((name, machine, "errors"))
-        for machine in dict.fromkeys(seen.machine for seen in stored.runs):
-            own = (s for s in stored.runs if (s.pack, s.dist, s.machine) == (pack.name, package, machine))
-            if svg := plot.peaks(own, f"{pack.name}, {package}, {machine}"):
+        for machine in dict.fromkeys(seen.machine for seen in every):
+            if svg := plot.peaks((seen for seen in every if seen.machine == machine), f"{pack.name}, {package}, {machine}"):
                 name = f"plots/{pack.name}-{package}-{machine}-memory.svg"
                 yield name, svg
                 plots.append((name, machine, "memory"))
@@ -291,7 +291,7 @@ def _pack(
                 "first": min(wrong, key=lambda seen: order(seen.version), default=None),
                 "last": max(wrong, key=lambda seen: (order(seen.version), strength(seen.evidence)), default=None),
                 "evidence": strongest(runs),
-                "commits": list(_commits(pack, package, stored)),
+                "commits": list(_commits(pack, every)),
                 "plots": plots,
                 "runs": sorted(
                     runs, key=lambda seen: (order(seen.version), seen.machine, seen.side != "patched"), reverse=True
@@ -314,12 +314,11 @@ def _pack(
     )
 
 
-def _commits(pack: Pack, package: str, stored: History) -> Iterator[str]:
+def _commits(pack: Pack, runs: Sequence[Seen]) -> Iterator[str]:
     """The commits between releases that were run, with what was seen; they are in no release, so in no matrix."""
-    for name, variant in pack.variants.items():
-        runs = [seen for seen in stored.runs if (seen.pack, seen.dist, seen.variant) == (pack.name, package, name)]
-        sides = [best([seen for seen in runs if seen.side == side]) for side in ("unpatched", "patched")]
-        if variant.source and sides[0]:
+    for name in (name for name, variant in pack.variants.items() if variant.source):
+        sides = [best(seen for seen in runs if (seen.variant, seen.side) == (name, side)) for side in ("unpatched", "patched")]
+        if sides[0]:
             yield f"{name}: " + ", ".join(f"{seen.word} ({seen.machine})" for seen in sides if seen)
 
 
