@@ -83,6 +83,8 @@ class Pack:
     beside: tuple[str, ...]
     #: The folders of the upstream's repository that its wheels hold, for commits.
     tree: tuple[str, ...]
+    #: Packs whose fix.py this one's takes edits from.
+    fix_from: tuple[str, ...]
     build: Mapping[str, str]
     timeout: float
     memory: float
@@ -124,14 +126,15 @@ class Pack:
 
     def hashes(self, side: str, lane_files: Iterable[Path] = ()) -> dict[str, str]:
         """sha256 of each file that decides what a run of ``side`` shows; a receipt with others is stale."""
-        files = [self.script, *lane_files] + ([self.fix] if side == "patched" else [])
+        fixes = [self.fix, *(find(name, self.folder.parent).fix for name in self.fix_from)]
+        files = [self.script, *lane_files] + (fixes if side == "patched" else [])
         hashes = {_label(self.folder, f): hashlib.sha256(f.read_bytes()).hexdigest() for f in files if f.exists()}
         hashes["requires"] = hashlib.sha256("\n".join(self.requires).encode()).hexdigest()
         return hashes
 
 
 def _label(folder: Path, file: Path) -> str:
-    return file.name if file.parent == folder else f"lanes/{file.name}"
+    return file.name if file.parent == folder else f"{file.parent.name.partition('_')[0]}/{file.name}"
 
 
 def all_packs(packs: Path = PACKS) -> list[Pack]:
@@ -227,6 +230,7 @@ class _Reader:
             python=self.python(),
             beside=self.requirements("beside", self.strings("beside", [])),
             tree=self.strings("tree", []),
+            fix_from=self.strings("fix_from", []),
             build=self.get("build", dict, {}),
             timeout=self.positive("timeout", 180),
             memory=self.positive("memory", 8),

@@ -134,6 +134,8 @@ def check_contract(folder):
     names = [t.name for transforms in fix.values() for t in transforms]
     assert len(names) == len(set(names))
     assert all(names)
+    taken = re.findall(r"\bpack\d\d(?=_\*/fix\.py)", pack.fix.read_text()) if pack.fix.exists() else []
+    assert tuple(taken) == pack.fix_from, "a receipt is stale when a fix is changed that its own takes edits from"
     readme = (folder / "README.md").read_text()
     for heading in ("Trigger", "Fix", "Scope claimed", "Scope NOT claimed"):
         assert attach.section(readme, heading), f"README.md needs a section '## {heading}'"

@@ -145,6 +145,12 @@ def test_the_fix_does_not_decide_the_unpatched_side():
     assert "fix.py" not in pack.hashes("unpatched")
 
 
+def test_a_fix_that_another_takes_edits_from_decides_too():
+    ours, theirs = (find(name).hashes("patched") for name in ("pack11", "pack10"))
+    assert ours["pack10/fix.py"] == theirs["fix.py"]
+    assert "pack10/fix.py" not in find("pack11").hashes("unpatched")
+
+
 def test_the_machines_name_is_no_host_name():
     import re
     import socket
