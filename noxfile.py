@@ -25,7 +25,7 @@ def runner(session: nox.Session, *arguments: str, extra: str = "") -> None:
     session.install("--quiet", "--editable", f".[{extra}]" if extra else ".")
     prog = f"nox -s {session.name} --"
     try:
-        session.run("python", "-m", "common", *arguments, env={"REPRODUCER_PROG": prog})
+        session.run("python", "-m", "common", *arguments, env={"REPRODUCER_PROG": prog, "REPRODUCER_CWD": session.invoked_from})
     except nox.command.CommandFailed as error:
         # nox itself exits with 1 whatever failed; what cron and CI tell apart has to get through: a mistake, a change.
         if getattr(error, "return_code", None) in (2, 3) or str(error).endswith(("code 2", "code 3")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -77,6 +78,8 @@ def run(options: argparse.Namespace, extra: list[str]) -> int:
         results=results,
         **({"machine": options.machine} if options.machine else {}),
     )
+    if set(arguments) & set(pack.tools):
+        return _use(plan, options.releases, out)
     chosen, warnings = _releases(plan, options.releases, out)
     plan = replace(plan, several=len(chosen) > 1)
     for warning in warnings:
@@ -101,6 +104,22 @@ def run(options: argparse.Namespace, extra: list[str]) -> int:
     for message in dict.fromkeys(failure.message for failure in failures):
         complain(message)
     return USAGE if failures else SURPRISE if surprising else OK
+
+
+def _use(plan: runner.Plan, wanted: str | None, out: Console) -> int:
+    """The pack's script as a tool, on one release: by default the newest that the pack pins."""
+    from common import runner
+
+    chosen, warnings = _releases(plan, wanted or (None if plan.here else plan.pack.pinned[-1]), out)
+    if len(chosen) != 1:
+        raise UserError(f"{' '.join(plan.arguments)} is for one release; --releases {wanted} are {len(chosen)}.")
+    for warning in warnings:
+        out.print(Text(warning, "yellow"))
+    if not (plan.here or plan.release_path):
+        _base(plan.pack.at(chosen[0].version), out)
+    out.print(f"{plan.pack.package} {chosen[0].version}, lane {plan.lane}", markup=False, style="bold")
+    done = runner.use(plan, chosen[0], Path(os.environ.get("REPRODUCER_CWD") or Path.cwd()))
+    return done if done in (OK, USAGE) else SURPRISE
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -146,12 +147,15 @@ def made(
     build: Mapping[str, str] = MappingProxyType({}),
     beside: Sequence[str] = (),
     python: str | None = None,
+    beside_python: str | None = None,
+    as_files: bool = False,
 ) -> Environment:
     """An environment of its own for ``package==version``, made by uv, or the one made earlier.
 
     With ``sha256`` the index's file must have just that hash; ``wheel`` installs a local file instead. ``build`` is for sdists:
     environment variables for the build, which then takes what it needs from the base layer (no build isolation). With ``python``
-    ("3.12") a wheel for that Python is installed, into this one. ``beside`` are installed after it, without their dependencies.
+    ("3.12") a wheel for that Python is installed, into this one. ``beside`` are installed after it, without their dependencies,
+    for ``beside_python`` likewise. ``as_files`` puts an sdist's Python files in place without building it.
     Raises `InstallError` when the release cannot be installed and `UserError` when the base layer cannot.
     """
     if wheel is not None:
@@ -170,15 +174,14 @@ def made(
             requirement.write_text(f"{wanted} --hash=sha256:{sha256}\n" if sha256 else f"{wanted}\n", encoding="utf-8")
             arguments = ["pip", "install", "--python", str(_python(place)), "--no-deps"]
             arguments += ["--no-build-isolation"] if build else []
-            own = [
-                "-r",
-                str(requirement),
-                *(["--require-hashes"] if sha256 else []),
-                *(["--python-version", python] if python else []),
-            ]
-            done = _uv([*arguments, *own], build)
+            own = ["-r", str(requirement), *(["--require-hashes"] if sha256 else []), *_for_python(python)]
+            if as_files and wheel is None:
+                _put_files(package, file, _site(place))
+                done = subprocess.CompletedProcess([], 0, "", "")
+            else:
+                done = _uv([*arguments, *own], build)
             if done.returncode == 0 and beside:
-                done = _uv([*arguments, *beside], build)
+                done = _uv([*arguments, *beside, *_for_python(beside_python)], build)
             if done.returncode and "No space left" in done.stderr:
                 raise UserError(f"No space left on the disk of {cache_dir}: free some and run again.")
             if done.returncode and _NETWORK.search(done.stderr):
@@ -196,6 +199,28 @@ def made(
         file=file,
         sha256=sha256,
     )
+
+
+def _put_files(package: str, file: str, site: Path) -> None:
+    """The packages of an sdist, and its metadata, as an installer would have left them."""
+    from common.releases import fetch
+
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(fetch(package, file, Path(folder))) as archive:
+            archive.extractall(folder, filter="data")
+        root = next(path for path in Path(folder).iterdir() if path.is_dir())
+        info = site / f"{root.name}.dist-info"
+        info.mkdir()
+        shutil.copyfile(root / "PKG-INFO", info / "METADATA")
+        for package_folder in (path.parent for path in root.glob("*/__init__.py")):
+            shutil.copytree(package_folder, site / package_folder.name)
+            files = sorted(path for path in (site / package_folder.name).rglob("*") if path.is_file())
+            with (info / "RECORD").open("a", encoding="utf-8") as record:
+                record.writelines(f"{path.relative_to(site).as_posix()},,\n" for path in files)
+
+
+def _for_python(version: str | None) -> list[str]:
+    return ["--python-version", version] if version else []
 
 
 def has_base(requires: Sequence[str], cache_dir: Path) -> bool:

@@ -85,6 +85,10 @@ class Pack:
     tree: tuple[str, ...]
     #: Packs whose fix.py this one's takes edits from.
     fix_from: tuple[str, ...]
+    #: The release's sdist cannot be built, and need not be: its Python files are put where they would be installed.
+    as_files: bool
+    #: Options of the script that make it a tool for the user's own code: it then gives no verdict, and gets no receipt.
+    tools: tuple[str, ...]
     build: Mapping[str, str]
     timeout: float
     memory: float
@@ -231,6 +235,8 @@ class _Reader:
             beside=self.requirements("beside", self.strings("beside", [])),
             tree=self.strings("tree", []),
             fix_from=self.strings("fix_from", []),
+            as_files=self.get("as_files", bool, False),
+            tools=self.strings("tools", []),
             build=self.get("build", dict, {}),
             timeout=self.positive("timeout", 180),
             memory=self.positive("memory", 8),

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.tags import Tag, cpython_tags, sys_tags
@@ -26,6 +26,9 @@ from packaging.version import InvalidVersion, Version
 from common.errors import UserError
 from common.files import write_atomically
 from common.pack import Pack
+
+if TYPE_CHECKING:
+    from pypi_simple import PyPISimple
 
 #: An answer younger than this is not asked for again, in seconds.
 FRESH = 3600.0
@@ -148,13 +151,37 @@ def _read(path: Path) -> list[Release] | None:
         return None  # Nothing there, or not whole: the index is asked again.
 
 
-def _ask(package: str, python: str | None) -> list[Release]:
-    import requests
-    from pypi_simple import NoSuchProjectError, PyPISimple
+def _index() -> PyPISimple:
+    from pypi_simple import PyPISimple
 
     index = next((os.environ[n] for n in ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL") if os.environ.get(n)), None)
+    return PyPISimple(endpoint=index) if index else PyPISimple()
+
+
+def fetch(package: str, filename: str, folder: Path) -> Path:
+    """A release's file from the index, its hash checked."""
+    import requests
+    from pypi_simple import DigestMismatchError, NoSuchProjectError
+
+    path = folder / filename
     try:
-        with PyPISimple(endpoint=index) if index else PyPISimple() as client:
+        with _index() as client:
+            files = client.get_project_page(package, timeout=TIMEOUT).packages
+            file = next((f for f in files if f.filename == filename), None)
+            if file is None:
+                raise UserError(f"The package index has no file {filename} of {package}.")
+            client.download_package(file, path, timeout=TIMEOUT)
+    except (requests.RequestException, NoSuchProjectError, DigestMismatchError) as error:
+        raise UserError(f"{filename} cannot be fetched ({type(error).__name__}): is there a network?") from error
+    return path
+
+
+def _ask(package: str, python: str | None) -> list[Release]:
+    import requests
+    from pypi_simple import NoSuchProjectError
+
+    try:
+        with _index() as client:
             page = client.get_project_page(package, timeout=TIMEOUT)
     except NoSuchProjectError as error:
         raise UserError(f"The package index has no project {package!r}.") from error

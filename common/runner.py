@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import threading
 import time
 import traceback
@@ -143,6 +144,13 @@ def run_release(
     return [unpatched, patched]
 
 
+def use(plan: Plan, release: Release, folder: Path) -> int:
+    """A pack's script as a tool on one release, from the user's ``folder``, on this terminal; its exit code."""
+    cell = Cell(pack=plan.pack.name, dist=plan.pack.package, version=release.version, side="unpatched", variant=plan.variant)
+    with writing(plan.cache), _folder(plan.cache, cell) as place:
+        return _Attempt(plan, release, cell, place, None, None).on_this_terminal(folder)
+
+
 def sweep(cache: Path) -> None:
     """Clear away what killed runs left, processes and folders, and note for `killed` which cells they were at."""
     for folder in cache.glob("cells/*/"):
@@ -264,6 +272,8 @@ def installed(pack: Pack, release: Release, cache: Path, wheel: Path | None = No
         build=pack.build,
         beside=pack.beside,
         python=None if wheel or fits(release.file) else pack.python,
+        as_files=pack.as_files,
+        beside_python=None if pack.build else pack.python,  # what is built is built for this Python
     )
 
 
@@ -383,7 +393,8 @@ class _Attempt:
         write_atomically(plan.cache / "diffs" / f"{sha256}.diff", diff)
         self.patch = {"name": name, "sha256": sha256}
 
-    def _run(self) -> Ended:
+    def _prepare(self) -> list[str]:
+        """What to call; its environment variables are kept."""
         assert self.environment is not None
         plan, patched = self.plan, self.cell.side == "patched"
         command = lanes.command(self.environment.python, plan.lane, plan.pack.script) + list(plan.arguments)
@@ -409,16 +420,28 @@ class _Attempt:
             "TRITON_CACHE_DIR": str(self.place / "home" / "triton"),
             "TILELANG_CACHE_DIR": str(self.place / "home" / "tilelang"),
         }
+        return command
+
+    def _run(self) -> Ended:
+        command = self._prepare()
         with writing(self.place):
             return run(
                 command,
                 env=self.env,
                 cwd=self.place / "tmp",
-                timeout=plan.pack.timeout,
-                memory=int(plan.pack.memory * 2**30),
+                timeout=self.plan.pack.timeout,
+                memory=int(self.plan.pack.memory * 2**30),
                 stop=self.stop,
                 mark=self.place.name,
             )
+
+    def on_this_terminal(self, folder: Path) -> int:
+        """Run the unpatched script in the user's own folder, with nothing kept of it; its exit code."""
+        try:
+            self.environment = self._environment()
+        except InstallError as error:
+            raise UserError(f"{self.cell.dist} {self.cell.version} cannot be installed: {error}") from error
+        return subprocess.run(self._prepare(), env=self.env, cwd=folder).returncode
 
     def _scrubber(self) -> Scrubber:
         there = self.environment

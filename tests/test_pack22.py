@@ -24,13 +24,15 @@ def test_breaking_the_trigger_turns_the_unpatched_side_red(tmp_path):
 
 
 @pytest.mark.network
-@pytest.mark.parametrize(("dropped", "one", "nested"), [("quantization-recompute", 8, 5), ("enter", 8, 5)])
+@pytest.mark.parametrize(
+    ("dropped", "one", "nested"), [("quantization-recompute", 8, 5), ("enter", 8, 5), ("take back", 16, 17)]
+)
 def test_without_a_transform_the_patched_side_is_red(tmp_path, dropped, one, nested):
     there = installed(PACK, "2.20.2")
     overlay.apply_fix(overlay.drop(overlay.load_fix(PACK.fix), dropped), there.site, tmp_path / "fixed")
     last, remembered, said = run(there, tmp_path / "fixed", "patched")
     assert last == "BUG_REPRODUCED", said
-    assert (remembered["1 max reentrant"], remembered["1 max nested"]) == (one, nested)
+    assert (remembered["1 function reentrant"], remembered["1 function nested"]) == (one, nested)
 
 
 @pytest.mark.network
@@ -48,27 +50,39 @@ def test_the_last_right_release_and_the_one_before(tmp_path, version, last):
 
 
 def test_the_receipts_are_what_the_readme_says():
-    runs = {(s.version, s.side, s.variant): s for s in history.load(runner.RESULTS, [PACK]).runs}
     readme = (PACK.folder / "README.md").read_text()
-    for version in ("2.4.0", "2.20.2"):
-        bad, good = (runs[version, side, ""] for side in ("unpatched", "patched"))
-        assert not bad.stale
-        assert (bad.outcome, good.outcome) == ("REPRODUCED", "ABSENT")
-        before, after = (s.document()["predicate"]["reproducer"]["metrics"] for s in (bad, good))
-        rows = {
-            "0": "| 0 |",
-            "1 max reentrant": "| 1, reentrant",
-            "1 max nested": "| 1, in a second",
-            "4 max reentrant": "| 4 |",
-        }
+    shown = {(s.machine, s.version, s.side): s for s in history.load(runner.RESULTS, [PACK]).runs if s.variant == ""}
+
+    def metrics(machine, version):
+        for side, outcome in (("unpatched", "REPRODUCED"), ("patched", "ABSENT")):
+            assert (shown[machine, version, side].outcome, shown[machine, version, side].stale) == (outcome, False)
+            yield shown[machine, version, side].document()["predicate"]["reproducer"]["metrics"]
+
+    def cells(start, count):
+        line = next(line for line in readme.splitlines() if line.startswith(start))
+        return [cell.strip() for cell in line.split("|")[2 : 2 + count]]
+
+    cpu, gpu = "linux-x86_64-cpu", "linux-x86_64-nvidia-h200"
+    rows = {
+        "0": "| 0 |",
+        "1 function reentrant": "| 1, reentrant",
+        "1 function nested": "| 1, in a second",
+        "4 function reentrant": "| 4 |",
+    }
+    for before, after in (metrics(cpu, "2.4.0"), metrics(cpu, "2.20.2"), metrics(gpu, "2.20.2")):
         for name, start in rows.items():
-            line = next(line for line in readme.splitlines() if line.startswith(start))
-            assert [cell.strip() for cell in line.split("|")[2:4]] == [str(m["remembered"][name]) for m in (before, after)]
+            key = "0 function" if name == "0" else name
+            assert cells(start, 4)[0::3] == [str(m["remembered"][key]) for m in (before, after)]
+    before, after = metrics(gpu, "2.20.2")
+    for name, start in (("0", "| 0 |"), ("1 max reentrant", "| 1, reentrant"), ("1 max nested", "| 1, in a second")):
+        key = "0 max" if name == "0" else name
+        assert cells(start, 3)[1:] == [str(m["remembered"][key]) for m in (before, after)]
+    for machine, column in ((cpu, 1), (gpu, 2)):
+        before, after = metrics(machine, "2.20.2")
         for found, start in (
             (before["outlier every 12 steps"]["0"], "| no checkpointing"),
             (before["outlier every 12 steps"]["1"], "| one block"),
             (after["outlier every 12 steps"]["1"], "| with the fix"),
         ):
-            cells = next(line for line in readme.splitlines() if line.startswith(start)).split("|")[2:4]
-            assert cells[0].split(",")[0].strip() == str(found["saturated"])
-            assert cells[1].strip() == f"{found['gradient']:.2g}"
+            assert cells(start, 3)[0].split(",")[0] == str(found["saturated"])
+            assert cells(start, 3)[column] == f"{found['gradient']:.2g}"

@@ -17,6 +17,7 @@ import re
 import sys
 import tempfile
 import types
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ MEMBERS = {
     "FP8BwdTensors": [f"GRAD_{name}{gemm}" for gemm in (1, 2, 3) for name in ("OUTPUT", "INPUT")],
 }
 
+_LIBRARIES: list[Any] = []
+
 
 def prepare() -> None:
     os.environ.update(NVTE_PROJECT_BUILDING="1", NVTE_UNFUSED_FP8_UPDATE="1", TORCHDYNAMO_DISABLE="1")
@@ -34,10 +37,14 @@ def prepare() -> None:
     if found is None or found.origin is None:
         return  # the script meets that itself
     root = Path(found.origin).parent
-    tensors = root / "pytorch" / "tensor" / "float8_tensor.py"
-    if not tensors.is_file() or "class Float8Quantizer" not in tensors.read_text():
-        return  # releases before 2.0, which quantize otherwise
+    if not (root / "pytorch" / "tensor" / "float8_tensor.py").is_file():
+        return  # releases before 1.11
+    # transformer_engine warns that it finds no compiled libraries, which this lane is for.
+    warnings.filterwarnings("ignore", message="Detected a (PyTorch|Jax) installation")
     _as_on_cuda()
+    if "class Float8Quantizer" not in (root / "pytorch" / "tensor" / "float8_tensor.py").read_text():
+        _tensors_alone(extension(root), root / "pytorch")
+        return
     _without_libraries(extension(root))
     import torch
     from transformer_engine.pytorch import distributed
@@ -106,6 +113,23 @@ def _without_libraries(tex: types.ModuleType) -> None:
         common.get_te_path, importlib.util.spec_from_file_location = path, original
 
 
+def _tensors_alone(tex: types.ModuleType, folder: Path) -> None:
+    """1.11 to 1.13 import what torch has no more: their modules can be imported one by one, the tensors' among them."""
+    sys.modules[tex.__name__] = tex
+    package = types.ModuleType("transformer_engine.pytorch")
+    package.__path__ = [str(folder)]
+    sys.modules[package.__name__] = package
+    import torch
+
+    def cast_from_fp8_ts(data: torch.Tensor, scale_inv: torch.Tensor, at: int, fp8_dtype: int, dtype: int) -> torch.Tensor:
+        return tex.dequantized(data, scale_inv[at], fp8_dtype, dtype)
+
+    operations = torch.library.Library("tex_ts", "DEF")
+    operations.define("cast_from_fp8_ts(Tensor data, Tensor scale_inv, int at, int fp8_dtype, int dtype) -> Tensor")
+    operations.impl("cast_from_fp8_ts", cast_from_fp8_ts, "CompositeExplicitAutograd")
+    _LIBRARIES.append(operations)  # without it they are gone
+
+
 def extension(root: Path) -> types.ModuleType:
     """The compiled module: all names that the release's Python takes from it, enumerations with the members that it names."""
     tex = types.ModuleType("transformer_engine_torch")
@@ -113,18 +137,31 @@ def extension(root: Path) -> types.ModuleType:
     names = {*MEMBERS, *re.findall(r"\btex\.(\w+)", source)}
     for taken in re.findall(r"from transformer_engine_torch import (\([^)]*\)|[^\n(]+)", source):
         names |= set(re.findall(r"\w+", re.sub(r"#.*", "", taken)))
+    used: dict[str, set[str]] = {}
+    for name, member in re.findall(r"\b([A-Z]\w*)\.([A-Z]\w*)", source):
+        used.setdefault(name, set()).add(member)
     for name in names - {"as"}:
-        members = MEMBERS.get(name) or sorted(set(re.findall(rf"\b{name}\.([A-Z]\w*)", source)))
+        members = MEMBERS.get(name) or sorted(used.get(name, ()))
         if members:
-            setattr(tex, name, enum.IntEnum(name, list(members), start=0))
+            setattr(tex, name, enum.IntEnum(name, list(members), start=0, module=tex.__name__))
         else:
-            setattr(tex, name, type(name, (), {}) if name[0].isupper() else _on_a_gpu_alone(name))
+            setattr(tex, name, _Open(name, (), {}) if name[0].isupper() else _on_a_gpu_alone(name))
     for function in _operations(tex):
         setattr(tex, function.__name__, function)
     versions = {"get_cublasLt_version": 120900, "get_cudnn_version": 90500, "get_num_cublas_streams": 4}
     for name, answer in versions.items():
         setattr(tex, name, lambda answer=answer: answer)
     return tex
+
+
+class _Open(type):
+    """Of a class of the compiled module: it has any member in capitals, as an enumeration known by another name has."""
+
+    def __getattr__(cls, name: str) -> int:
+        if not name.isupper():
+            raise AttributeError(name)
+        setattr(cls, name, sum(member.isupper() for member in vars(cls)))
+        return int(getattr(cls, name))
 
 
 def _on_a_gpu_alone(name: str) -> Any:
@@ -171,7 +208,7 @@ def _operations(tex: Any) -> list[Any]:
         if noop is not None and noop.item():
             return output
         fp8, values = torch_dtype(quantizer.dtype), tensor.detach().float()
-        quantizer.amax.copy_(values.abs().max())
+        quantizer.amax.copy_(torch.maximum(quantizer.amax, values.abs().max()))  # as the kernel does: the update zeroes it
         largest = torch.finfo(fp8).max
         data = (values * quantizer.scale).clamp(-largest, largest).to(fp8).view(torch.uint8)
         output._scale_inv.copy_(1 / quantizer.scale)
@@ -184,6 +221,9 @@ def _operations(tex: Any) -> list[Any]:
 
     def dequantize(tensor: Any, dtype: Any) -> torch.Tensor:
         return plain(tensor).to(torch_dtype(dtype))
+
+    def dequantized(data: torch.Tensor, scale_inv: torch.Tensor, fp8_dtype: Any, dtype: Any) -> torch.Tensor:
+        return (data.view(torch_dtype(fp8_dtype)).float() * scale_inv).to(torch_dtype(dtype))
 
     def bgrad_quantize(gradient: Any, quantizer: Any) -> Any:
         return gradient.reshape(-1, gradient.shape[-1]).float().sum(0).to(gradient.dtype), quantize(gradient, quantizer)
@@ -213,4 +253,4 @@ def _operations(tex: Any) -> list[Any]:
             out = D.copy_(D + out if accumulate else out)
         return out, bias_grad, rest[2], how.get("extra_output")
 
-    return [create_empty_quantized_tensor, quantize, dequantize, bgrad_quantize, fp8_transpose, generic_gemm]
+    return [create_empty_quantized_tensor, quantize, dequantize, dequantized, bgrad_quantize, fp8_transpose, generic_gemm]

@@ -7,7 +7,7 @@
 convert_to_float8_training wraps each weight in a subclass, through which FSDP2 gathers FP8 in place of the weight's dtype. The order that keeps it is convert,
 fully_shard, load; other orders are tried too, each loud or silent, with the bytes that they gather.
 
-Two gloo ranks run the release's own code on a CPU; four Linear(256, 256), fp32. Exits 10 (BUG_REPRODUCED), 0 (BUG_ABSENT) or 125 (neither).
+Two ranks run the release's own code: NCCL on two GPUs, or gloo on a CPU; four Linear(256, 256), fp32. Exits 10 (BUG_REPRODUCED), 0 (BUG_ABSENT) or 125 (neither).
 """
 
 import argparse
@@ -32,7 +32,10 @@ parser.add_argument("--ranks", metavar="FILE", help=argparse.SUPPRESS)
 options = parser.parse_args()
 SIZE, LAYERS, ROWS = 256, 4, 32
 patched = os.environ.get("REPRODUCER_SIDE") == "patched"
-facts = {"reproducer": 1, "evidence": "source", "comparisons": [], "metrics": {}}
+on_gpus = torch.cuda.device_count() > 1
+device, backend = ("cuda", "nccl") if on_gpus else ("cpu", "gloo")
+evidence = "device:sm_{}{}".format(*torch.cuda.get_device_capability()) if on_gpus else "source"
+facts = {"reproducer": 1, "evidence": evidence, "comparisons": [], "metrics": {}}
 metrics = facts["metrics"]
 
 
@@ -50,7 +53,7 @@ def state(role, name, holds):
 
 
 class Gather:
-    """FSDP2's all-gather, its bytes counted; FP8, which gloo does not know, as bytes."""
+    """FSDP2's all-gather, its bytes counted; FP8, which gloo does not know, as uint8."""
 
     bytes = 0
 
@@ -64,7 +67,7 @@ class Gather:
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-def layers(device="cpu"):
+def layers(device=device):
     torch.manual_seed(0)
     with torch.device(device):
         return torch.nn.Sequential(*[torch.nn.Linear(SIZE, SIZE, bias=False) for _ in range(LAYERS)])
@@ -80,7 +83,7 @@ def shard(model):
 def step(model, before=lambda model: None):
     """Output, bytes gathered and all-reduces of ``before``, a forward and a backward."""
     torch.manual_seed(1 + dist.get_rank())
-    x = torch.randn(ROWS, SIZE)
+    x = torch.randn(ROWS, SIZE, device=device)
     Gather.bytes = 0
     with CommDebugMode() as comms:
         before(model)
@@ -111,7 +114,7 @@ def loaded(assign):
     ao.convert_to_float8_training(model, config=float8())
     shard(model)
     if not assign:
-        model.to_empty(device="cpu")
+        model.to_empty(device=device)
     model.load_state_dict(
         {n: distribute_tensor(w, mesh, [torch.distributed.tensor.Shard(0)]) for n, w in weights.items()}, assign=assign
     )
@@ -124,7 +127,7 @@ def right(factor=1.0):
     torch.manual_seed(1 + dist.get_rank())
     for part in model:
         part.weight.data.mul_(factor)
-    return model(torch.randn(ROWS, SIZE)).detach()
+    return model(torch.randn(ROWS, SIZE, device=device)).detach()
 
 
 def error(y, factor=1.0):
@@ -175,8 +178,10 @@ if not Path(release.locate_file("torchao/float8/fsdp_utils.py")).exists():
 ao = importlib.import_module("torchao.float8")
 facts["file"] = importlib.import_module("torchao.float8.fsdp_utils").__file__
 if options.ranks:
-    dist.init_process_group("gloo")
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    if on_gpus:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(backend)
+    mesh = torch.distributed.device_mesh.init_device_mesh(device, (dist.get_world_size(),))
     cases = {}
     attempt("convert, shard", usual)
     attempt("convert, shard, precompute", usual, precomputed)
@@ -194,7 +199,7 @@ if options.ranks:
     dist.destroy_process_group()
     sys.exit()
 print(
-    f"torchao {release.version}, torch {torch.__version__}, {facts['evidence']}, two gloo ranks, {LAYERS} Linear({SIZE}, {SIZE})"
+    f"torchao {release.version}, torch {torch.__version__}, {facts['evidence']}, two {backend} ranks, {LAYERS} Linear({SIZE}, {SIZE})"
 )
 with tempfile.TemporaryDirectory() as folder:
     file = Path(folder, "found")
