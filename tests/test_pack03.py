@@ -118,3 +118,54 @@ def test_the_receipts_are_what_the_readme_says():
 
 
 BEFORE_2_16 = [f"2.{minor}.{patch}" for minor in range(16) for patch in range(3)] + ["2.6.0.post1"]
+
+
+STORAGES = """\
+import json
+import sys
+
+import torch
+import transformer_engine.pytorch
+import transformer_engine_torch as tex
+from megatron.core.transformer.experimental_attention_variant.ops import tilelang_dsa, tilelang_sparse_mla_fwd
+from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
+
+launched = []
+
+
+def building(**given):
+    def launch(q, kv, indices, *scales):
+        launched.append([str(q.dtype), str(kv.dtype), len(scales)])
+        return torch.zeros(*q.shape[:3], given["dim"], dtype=torch.bfloat16), torch.zeros(q.shape[:3])
+
+    return launch
+
+
+def storage(*shape):
+    data = torch.zeros(shape, dtype=torch.uint8)
+    parts = {"data": data, "fp8_scale_inv": torch.ones(1), "fp8_dtype": tex.DType.kFloat8E4M3, "fake_dtype": torch.bfloat16}
+    return Float8TensorStorage(**parts)
+
+
+tilelang_sparse_mla_fwd._get_sparse_mla_fwd_kernel = building
+try:
+    indices = torch.zeros(1, 256, 64, dtype=torch.int64)
+    tilelang_dsa.fused_sparse_mla_absorbed(storage(256, 1, 16, 576), storage(256, 1, 1, 576), indices, 0.1, 512)
+    print(json.dumps({"launched": launched}))
+    print("FINE")
+except AttributeError as error:
+    print(json.dumps({"raises": str(error)}))
+    print("RAISES")
+"""
+
+
+@pytest.mark.network
+def test_storages_which_are_no_tensors_are_routed_too(tmp_path, release):
+    script = tmp_path / "storages.py"
+    script.write_text(STORAGES)
+    (tmp_path / "none").mkdir()
+    overlay.apply_fix(overlay.load_fix(PACK.fix), release.site, tmp_path / "fixed")
+    assert run_script(PACK, release, tmp_path / "none", "unpatched", "te-cpu", script=script)[0] == "RAISES"
+    last, facts, said = run_script(PACK, release, tmp_path / "fixed", "patched", "te-cpu", script=script)
+    assert last == "FINE", said
+    assert facts == {"launched": [["torch.float8_e4m3fn", "torch.float8_e4m3fn", 1]]}
