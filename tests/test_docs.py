@@ -11,7 +11,7 @@ from conftest import ROOT
 from markdown_it import MarkdownIt
 
 from common import tables
-from common.pack import find
+from common.pack import all_packs, find
 
 COMMANDS = ("run", "regress", "watch", "pins", "site", "attach", "new-pack", "tables", "regrade", "verify", "bench")
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("packs/*/README.md"))]
@@ -27,9 +27,9 @@ def commands():
                 )
 
 
-def help_of(*words):
+def help_of(*words, module="common"):
     return subprocess.run(
-        [sys.executable, "-m", "common", *words, "--help"], capture_output=True, text=True, check=True, cwd=ROOT
+        [sys.executable, "-m", module, *words, "--help"], capture_output=True, text=True, check=True, cwd=ROOT
     ).stdout
 
 
@@ -52,10 +52,11 @@ def test_every_option_that_is_named_is_there():
     known = set(
         re.findall(
             r"--[a-z][a-z-]+",
-            "".join(help_of(word) for word in COMMANDS),
+            "".join(help_of(word) for word in COMMANDS) + help_of(module="common.fatbin"),
         )
     )
     known |= {"--shape", "--dtype", "--target", "--no-deps", "--no-index", "--package"}
+    known |= {option for pack in all_packs() for option in pack.tools}
     for name, line in commands():
         if "common" in line or "nox -s" in line:
             options = set(re.findall(r"(?<!\S)--[a-z][a-z-]+", line))

@@ -119,12 +119,13 @@ def check_contract(folder):
     metadata = re.search(r"^# /// script\n((?:#.*\n)+)# ///$", script, re.MULTILINE)
     assert metadata, "repro.py runs alone: it needs a PEP 723 header"
     needs = [Requirement(r) for r in re.findall(r'"([^"]+)"', metadata[1].partition("dependencies")[2])]
-    assert pack.package in [r.name for r in needs]
+    assert pack.as_files or pack.package in [r.name for r in needs], "only what can be installed can be asked for"
     pins = {Requirement(r).name: str(Requirement(r).specifier) for r in pack.requires}
     for requirement in needs:
         if requirement.name in ("torch", "triton") and requirement.specifier:
             assert str(requirement.specifier) == pins.get(requirement.name), "what the header pins pack.toml pins the same"
     own = {"megatron" if r.name == "megatron-core" else r.name.replace("-", "_") for r in needs} | {"triton"}
+    own |= {pack.package.replace("-", "_")} if pack.as_files else set()
     assert set(imported(pack.script)) <= own | set(sys.stdlib_module_names), (
         "repro.py imports what its header names, and nothing of ours"
     )
