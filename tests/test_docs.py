@@ -55,7 +55,7 @@ def test_every_option_that_is_named_is_there():
             "".join(help_of(word) for word in COMMANDS) + help_of(module="common.fatbin"),
         )
     )
-    known |= {"--shape", "--dtype", "--target", "--no-deps", "--no-index", "--package"}
+    known |= {"--shape", "--dtype", "--target", "--no-deps", "--no-index", "--package", "--shapes"}
     known |= {option for pack in all_packs() for option in pack.tools}
     for name, line in commands():
         if "common" in line or "nox -s" in line:
