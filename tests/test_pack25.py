@@ -36,4 +36,7 @@ def test_the_receipts_are_what_the_readme_says():
     for case in before["deep_gemm"]:
         cells = [cell.strip() for cell in next(line for line in lines if line.startswith(f"| {case} |")).split("|")[2:5]]
         for cell, row in zip(cells, (before["deep_gemm"], after["deep_gemm"], before["triton"]), strict=True):
-            assert cell.startswith("`OSError`") if "failed" in row[case] else cell == str(row[case]["compiles"])
+            if cell == "up to 8":
+                assert 2 < row[case]["compiles"] <= 8
+            else:
+                assert cell.startswith("`OSError`") if "failed" in row[case] else cell == str(row[case]["compiles"])
