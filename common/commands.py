@@ -78,9 +78,12 @@ def run(options: argparse.Namespace, extra: list[str]) -> int:
         results=results,
         **({"machine": options.machine} if options.machine else {}),
     )
-    if set(arguments) & set(pack.tools):
-        return _use(plan, options.releases, out)
     chosen, warnings = _releases(plan, options.releases, out)
+    tool = bool(set(arguments) & set(pack.tools))
+    if tool and options.releases is None:
+        chosen = chosen[-1:]  # the newest that the pack pins
+    if tool and len(chosen) != 1:
+        raise UserError(f"{' '.join(arguments)} is for one release; --releases {options.releases} are {len(chosen)}.")
     plan = replace(plan, several=len(chosen) > 1)
     for warning in warnings:
         out.print(Text(warning, "yellow"))
@@ -88,6 +91,8 @@ def run(options: argparse.Namespace, extra: list[str]) -> int:
     needed = [] if plan.here or plan.release_path else [pack.at(release.version) for release in chosen]
     for each in {each.requires: each for each in needed}.values():
         _base(each, out)
+    if tool:
+        return _use(plan, chosen[0], out)
     with pool.threads(jobs) as workers, report.Follow(2 * len(chosen), out) as follow:
         out.print(f"{len(chosen)} release(s) of {pack.package}, both sides, lane {lane}, {workers.where}", markup=False)
         rows, failures = runner.run_all([(plan, release) for release in chosen], workers, done=follow)
@@ -106,19 +111,12 @@ def run(options: argparse.Namespace, extra: list[str]) -> int:
     return USAGE if failures else SURPRISE if surprising else OK
 
 
-def _use(plan: runner.Plan, wanted: str | None, out: Console) -> int:
-    """The pack's script as a tool, on one release: by default the newest that the pack pins."""
+def _use(plan: runner.Plan, release: Release, out: Console) -> int:
+    """The pack's script as a tool, on one release, from the folder that the user is in."""
     from common import runner
 
-    chosen, warnings = _releases(plan, wanted or (None if plan.here else plan.pack.pinned[-1]), out)
-    if len(chosen) != 1:
-        raise UserError(f"{' '.join(plan.arguments)} is for one release; --releases {wanted} are {len(chosen)}.")
-    for warning in warnings:
-        out.print(Text(warning, "yellow"))
-    if not (plan.here or plan.release_path):
-        _base(plan.pack.at(chosen[0].version), out)
-    out.print(f"{plan.pack.package} {chosen[0].version}, lane {plan.lane}", markup=False, style="bold")
-    done = runner.use(plan, chosen[0], Path(os.environ.get("REPRODUCER_CWD") or Path.cwd()))
+    out.print(f"{plan.pack.package} {release.version}, lane {plan.lane}", markup=False)
+    done = runner.use(plan, release, Path(os.environ.get("REPRODUCER_CWD") or Path.cwd()))
     return done if done in (OK, USAGE) else SURPRISE
 
 

@@ -13,25 +13,24 @@ from pathlib import Path
 
 MAGIC = struct.pack("<I", 0xBA55ED50)
 PTX, MACHINE_CODE = 1, 2
+HEADER = struct.Struct("<4sHHQ")  # magic, version, its own size, that of all entries
+ENTRY = struct.Struct("<HH I Q 12x I")  # kind, -, its own size, that of the code, architecture
 
 
 def cut(library: bytes, arch: int) -> tuple[bytes, int]:
     """The library with all GPU code blank but machine code for ``arch`` (90 for sm_90), and how many bytes of that it keeps."""
     out, at, kept = bytearray(library), 0, 0
     while (at := library.find(MAGIC, at)) >= 0:
-        if at + 16 > len(library):
+        if at + HEADER.size > len(library):
             break
-        version, header, size = struct.unpack_from("<HHQ", library, at + 4)
-        if (version, header) != (1, 16) or at + header + size > len(library):
+        _, version, head, size = HEADER.unpack_from(library, at)
+        if (version, head) != (1, HEADER.size) or at + head + size > len(library):
             at += len(MAGIC)  # the number by chance
             continue
-        entry, end = at + header, at + header + size
+        entry, end = at + head, at + head + size
         while entry < end:
-            if entry + 32 > end:
-                raise ValueError(f"the fat binary at {at:#x} is not of a known form")
-            kind, _, head, body = struct.unpack_from("<HHIQ", library, entry)
-            (of,) = struct.unpack_from("<I", library, entry + 28)
-            if head < 32 or entry + head + body > end:
+            kind, _, head, body, of = ENTRY.unpack_from(library, entry) if entry + ENTRY.size <= end else (0,) * 5
+            if head < ENTRY.size or entry + head + body > end:
                 raise ValueError(f"the fat binary at {at:#x} is not of a known form")
             if (kind, of) == (MACHINE_CODE, arch):
                 kept += body
