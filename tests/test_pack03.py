@@ -167,3 +167,10 @@ def test_storages_which_are_no_tensors_are_routed_too(tmp_path, release):
     last, facts, said = run_script(PACK, release, tmp_path / "fixed", "patched", "te-cpu", script=script)
     assert last == "FINE", said
     assert facts == {"launched": [["torch.float8_e4m3fn", "torch.float8_e4m3fn", 1]]}
+
+
+@pytest.mark.network
+def test_an_audit_takes_the_release_of_a_folder(cli, release):
+    done = cli("run", "pack03", "--release-path", release.site, "--audit", "mine:f", cache=runner.CACHE, results=False)
+    assert "transformer-engine 2.20.2, lane" in done.stdout
+    assert "--releases" not in done.stderr
