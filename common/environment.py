@@ -19,7 +19,6 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
-import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -155,7 +154,7 @@ def made(
     With ``sha256`` the index's file must have just that hash; ``wheel`` installs a local file instead. ``build`` is for sdists:
     environment variables for the build, which then takes what it needs from the base layer (no build isolation). With ``python``
     ("3.12") a wheel for that Python is installed, into this one. ``beside`` are installed after it, without their dependencies,
-    for ``beside_python`` likewise. ``as_files`` puts an sdist's Python files in place without building it.
+    for ``beside_python`` likewise. ``as_files`` installs an sdist's Python files without building it.
     Raises `InstallError` when the release cannot be installed and `UserError` when the base layer cannot.
     """
     if wheel is not None:
@@ -168,18 +167,17 @@ def made(
     with locked(place.with_name(f"{place.name}.lock")):
         if not stamp.is_file():
             _venv(place)
+            if as_files and wheel is None:
+                wheel = _wheel_of_files(package, version, file, place)
             wanted = f"{package} @ {wheel.resolve().as_uri()}" if wheel else f"{package}=={version}"
+            digest = read_wheel(wheel, package)[0] if wheel else sha256
             (_site(place) / "_base.pth").write_text(f"{_site(under)}\n", encoding="utf-8")
             requirement = place / "release.txt"
-            requirement.write_text(f"{wanted} --hash=sha256:{sha256}\n" if sha256 else f"{wanted}\n", encoding="utf-8")
+            requirement.write_text(f"{wanted} --hash=sha256:{digest}\n" if digest else f"{wanted}\n", encoding="utf-8")
             arguments = ["pip", "install", "--python", str(_python(place)), "--no-deps"]
             arguments += ["--no-build-isolation"] if build else []
-            own = ["-r", str(requirement), *(["--require-hashes"] if sha256 else []), *_for_python(python)]
-            if as_files and wheel is None:
-                _put_files(package, file, _site(place))
-                done = subprocess.CompletedProcess([], 0, "", "")
-            else:
-                done = _uv([*arguments, *own], build)
+            own = ["-r", str(requirement), *(["--require-hashes"] if digest else []), *_for_python(python)]
+            done = _uv([*arguments, *own], build)
             if done.returncode == 0 and beside:
                 done = _uv([*arguments, *beside, *_for_python(beside_python)], build)
             if done.returncode and "No space left" in done.stderr:
@@ -201,22 +199,10 @@ def made(
     )
 
 
-def _put_files(package: str, file: str, site: Path) -> None:
-    """The packages of an sdist, and its metadata, as an installer would have left them."""
-    from common.releases import fetch
+def _wheel_of_files(package: str, version: str, file: str, folder: Path) -> Path:
+    from common import releases, sources  # which wait for the network, and are seldom wanted
 
-    with tempfile.TemporaryDirectory() as folder:
-        with tarfile.open(fetch(package, file, Path(folder))) as archive:
-            archive.extractall(folder, filter="data")
-        root = next(path for path in Path(folder).iterdir() if path.is_dir())
-        info = site / f"{root.name}.dist-info"
-        info.mkdir()
-        shutil.copyfile(root / "PKG-INFO", info / "METADATA")
-        for package_folder in (path.parent for path in root.glob("*/__init__.py")):
-            shutil.copytree(package_folder, site / package_folder.name)
-            files = sorted(path for path in (site / package_folder.name).rglob("*") if path.is_file())
-            with (info / "RECORD").open("a", encoding="utf-8") as record:
-                record.writelines(f"{path.relative_to(site).as_posix()},,\n" for path in files)
+    return sources.of_sdist(releases.fetch(package, file, folder), package, version, folder)
 
 
 def _for_python(version: str | None) -> list[str]:

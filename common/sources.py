@@ -13,6 +13,7 @@ import re
 import subprocess
 import tarfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from common.errors import UserError
@@ -46,7 +47,9 @@ def wheel(pack: Pack, variant: str, directory: Path | None, cache: Path) -> Path
             if archive.returncode:
                 raise UserError(f"{commit[:10]} of {pack.upstream}: {archive.stderr.decode(errors='replace').strip()}")
             partial = path.with_suffix(".partial")
-            partial.write_bytes(_packed(archive.stdout, name, pack.package, version))
+            with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
+                files = dict(_files(tar))
+            partial.write_bytes(_packed(files, name, pack.package, version))
             partial.replace(path)
     return path
 
@@ -83,13 +86,26 @@ def _git(directory: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]
         return subprocess.CompletedProcess(arguments, 1, b"", b"no answer in ten minutes")
 
 
-def _packed(archive: bytes, name: str, package: str, version: str) -> bytes:
-    files: dict[str, bytes] = {}
-    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-        for member in tar:
-            opened = tar.extractfile(member) if member.isfile() else None
-            if opened and not re.search(r"\.(cpp|cu|cuh|h|md)$", member.name):
-                files[member.name] = opened.read()
+def of_sdist(sdist: Path, package: str, version: str, folder: Path) -> Path:
+    """A wheel, in ``folder``, of an sdist's packages as they are: of one that cannot be built, and need not be."""
+    with tarfile.open(sdist) as tar:
+        files = {name.partition("/")[2]: data for name, data in _files(tar)}
+    packages = tuple(path.removesuffix("__init__.py") for path in files if re.fullmatch(r"[^/]+/__init__\.py", path))
+    name = package.replace("-", "_")
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    path.write_bytes(_packed({p: data for p, data in files.items() if p.startswith(packages)}, name, package, version))
+    return path
+
+
+def _files(tar: tarfile.TarFile) -> Iterator[tuple[str, bytes]]:
+    """The files that a wheel may hold."""
+    for member in tar:
+        opened = tar.extractfile(member) if member.isfile() else None
+        if opened and not re.search(r"\.(cpp|cu|cuh|h|md)$", member.name):
+            yield member.name, opened.read()
+
+
+def _packed(files: dict[str, bytes], name: str, package: str, version: str) -> bytes:
     info = f"{name}-{version}.dist-info"
     files[f"{info}/METADATA"] = f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n".encode()
     files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: reproducer-packs\nRoot-Is-Purelib: true\nTag: py3-none-any\n"

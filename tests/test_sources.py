@@ -1,6 +1,8 @@
 """Commits of an upstream as wheels: the same commit gives the same file, and one that is not there is said in a sentence."""
 
+import io
 import subprocess
+import tarfile
 import zipfile
 from dataclasses import replace
 
@@ -65,3 +67,22 @@ def test_a_source_belongs_to_a_variant(cli):
     done = cli("run", "pack01", "--source", ".")
     assert done.returncode == 2
     assert "da482cf5c8" in done.stderr
+
+
+def test_an_sdist_that_cannot_be_built_is_installed_as_it_is(tmp_path):
+    files = {
+        "setup.py": "raise SystemExit('it cannot be built')",
+        "toy_pkg/__init__.py": "",
+        "toy_pkg/core/data.json": "{}",
+        "toy_pkg/include/toy.cuh": "",
+    }
+    with tarfile.open(tmp_path / "toy_pkg-1.5.tar.gz", "w:gz") as tar:
+        for name, text in files.items():
+            member = tarfile.TarInfo(f"toy_pkg-1.5/{name}")
+            member.size = len(text)
+            tar.addfile(member, io.BytesIO(text.encode()))
+    wheel = sources.of_sdist(tmp_path / "toy_pkg-1.5.tar.gz", "toy-pkg", "1.5", tmp_path)
+    there = environment.made("toy-pkg", "0", "", "", (), tmp_path / "cache", wheel=wheel)
+    assert (there.version, (there.site / "toy_pkg/core/data.json").read_text()) == ("1.5", "{}")
+    assert not (there.site / "toy_pkg/include").exists()
+    assert not (there.site / "setup.py").exists()
