@@ -37,15 +37,19 @@ def runner(session: nox.Session, *arguments: str, extra: str = "") -> None:
 def add_pack_sessions(folder: Path) -> None:
     """``pack09`` runs the pinned releases, ``pack09(0.8.2)`` one of them; a function, because closures bind late."""
     name = folder.name.partition("_")[0]
-    description = nox.project.load_toml(folder / "pack.toml")
+    try:
+        description = nox.project.load_toml(folder / "pack.toml")
+        title, package, pinned, kind = (description[key] for key in ("title", "package", "pinned", "kind"))
+    except (ValueError, KeyError, OSError):  # The runner says what is wrong with it; the other sessions go on.
+        title, package, pinned, kind = f"{folder.name}/pack.toml is not sound", "unknown", (), ""
 
-    @nox.session(name=name, default=False, tags=["pack", description["package"]])
+    @nox.session(name=name, default=False, tags=["pack", package])
     def pack(session: nox.Session) -> None:
         runner(session, "run", name, *session.posargs)
 
-    pack.__doc__ = pack.func.__doc__ = description["title"] + "."
-    for version in description["pinned"] if description["kind"] != "selftest" else ():
-        add_release_session(name, version, description["package"])
+    pack.__doc__ = pack.func.__doc__ = f"{title}."
+    for version in pinned if kind != "selftest" else ():
+        add_release_session(name, version, package)
 
 
 def add_release_session(name: str, version: str, package: str) -> None:

@@ -13,8 +13,9 @@ import jinja2
 from common import history
 from common.errors import UserError
 from common.files import write_atomically
-from common.grade import strength
+from common.grade import plain, strength
 from common.history import Range, Seen, ranges, strongest
+from common.markup import md
 from common.pack import Pack
 from common.runner import CACHE
 from common.scrub import Scrubber
@@ -92,7 +93,7 @@ def render(pack: Pack, runs: Sequence[Seen], *, template: str | None = None) -> 
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters["fenced"] = fenced
+    environment.filters.update(fenced=fenced, md=md)
     scrub = Scrubber()
     document = newest.document()
     facts = document["predicate"]["reproducer"]
@@ -160,9 +161,9 @@ def fenced(text: str, language: str = "") -> str:
 
 def _tail(log: str, budget: int) -> tuple[str, int]:
     """The end of a log within ``budget`` characters, free of colour codes, and how many lines were left out."""
-    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", log)
-    plain = re.sub(r"[^\S\n]*\r(?!\n)", "\n", plain)
-    lines = plain.splitlines()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", log)
+    text = re.sub(r"[^\S\n]*\r(?!\n)", "\n", text)
+    lines = [plain(line, None) for line in text.splitlines()]
     kept: list[str] = []
     for line in reversed(lines):
         if budget < len(line) + 1:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from common import receipt, releases
 from common.errors import UserError
-from common.grade import grade
+from common.grade import Disagreement, grade, plain, split
+from common.history import said
 from common.scrub import Scrubber
 
 #: What no stored file may hold, whoever looks: home folders, credentials, addresses with a password.
@@ -21,13 +23,60 @@ PRIVATE = re.compile(
 
 
 def regrade(path: Path) -> Iterator[str]:
-    """What the log of a receipt gives today, where that is not what the receipt says."""
+    """Where a receipt is not what its log gives today: what was asked for, how it ended, and all that is derived from them."""
     document = receipt.read(path)
+    facts, predicate = document["predicate"]["reproducer"], document["predicate"]
+    log = receipt.read_log(path, document)
+    verdict = grade(log)
+    try:
+        opening, _, closing = split(log)
+    except Disagreement as error:
+        yield f"its log cannot be read: {error}"
+        return
+    for name in ("pack", "dist", "version", "side", "variant", "lane"):
+        if name in opening and opening[name] != facts[name]:  # Earlier logs do not name the variant.
+            yield f"its {name} is {facts[name]!r}, and its log is of {plain(str(opening[name]))!r}"
+    for name in ("exit", "signal", "stopped", "seconds", "peak_rss"):
+        if closing.get(name, facts[name]) != facts[name]:
+            yield f"its {name} is {facts[name]!r}, and its log ends with {closing[name]!r}"
+    derived = {
+        "outcome": verdict.outcome,
+        "reason": verdict.reason,
+        "evidence": verdict.evidence,
+        "bug_error": verdict.bug_error,
+        "limit": verdict.limit,
+        "control_error": verdict.control_error,
+        "proofs": dict(verdict.proofs),
+        "claims": list(verdict.claims),
+        "metrics": dict(verdict.metrics),
+    }
+    seen = {**{name: facts[name] for name in derived}, "passed": predicate["passedTests"], "failed": predicate["failedTests"]}
+    derived |= {"passed": list(verdict.passed), "failed": list(verdict.failed), "result": receipt.result(verdict)}
+    seen["result"] = predicate["result"]
+    for name, value in derived.items():
+        if seen[name] != value:
+            yield f"{name} was {plain(repr(seen[name]))}, and is {plain(repr(value))} by today's rules"
+    gpus = {f"sm_{gpu.get('compute_cap', '').replace('.', '')}" for gpu in facts["environment"]["gpus"]}
+    if verdict.evidence.startswith("device") and verdict.evidence.partition(":")[2] not in gpus:
+        yield f"its evidence is {verdict.evidence}, and its machine has {', '.join(sorted(gpus)) or 'no GPU'}"
+    if "gpus" in opening and set(opening["gpus"]) != gpus:
+        yield f"its GPUs are {', '.join(sorted(gpus)) or 'none'}, and its log names {', '.join(opening['gpus']) or 'none'}"
+    yield from _other_runs(path, document)
+
+
+def _other_runs(path: Path, document: dict[str, Any]) -> Iterator[str]:
+    """Of a cell that was run more than once: whether the record is what most of its runs showed."""
     facts = document["predicate"]["reproducer"]
-    verdict = grade(receipt.read_log(path, document))
-    for name in ("outcome", "reason", "evidence", "bug_error", "limit", "control_error"):
-        if facts[name] != getattr(verdict, name):
-            yield f"{name} was {facts[name]!r}, and is {getattr(verdict, name)!r} by today's rules"
+    runs = facts.get("runs", [])
+    words = []
+    for run in runs:
+        text = receipt.read_log(path, document, run["log"])
+        words.append(said(grade(text), facts["side"]))
+        if words[-1] != run["word"]:
+            yield f"one of its runs is said to be {run['word']!r}, and its log gives {words[-1]!r}"
+    own = [word for run, word in zip(runs, words, strict=True) if run["log"]["sha256"] == facts["log"]["sha256"]]
+    if runs and (not own or words.count(own[0]) < max(map(words.count, words))):
+        yield "it is not what most of its runs showed"
 
 
 class Published:
@@ -50,13 +99,13 @@ class Published:
 
 
 def verify(path: Path, published: Published) -> Iterator[str]:
-    """What is wrong with one receipt: schema, log, file name, the hash of the wheel, anything private."""
+    """What is wrong with one receipt: schema, log and all that follows from it, file name, the wheel's hash, anything private."""
     document = receipt.read(path)
     facts = document["predicate"]["reproducer"]
     log = receipt.read_log(path, document)
     cell = receipt.Cell(**{name: facts[name] for name in ("pack", "dist", "version", "side", "variant")})
-    if path.name != f"{cell.stem}.json" or path.parent.name != cell.pack:
-        yield f"it says that it is {cell.pack}/{cell.stem}.json"
+    receipt.check_place(path, document)
+    yield from regrade(path)
     digest, wanted = document["subject"][0]["digest"].get("sha256"), published.sha256(cell.dist, cell.version)
     if digest and wanted and digest not in wanted:
         yield f"its subject has sha256 {digest[:12]}…, and the index publishes {wanted[0][:12]}… for {cell.dist} {cell.version}"
@@ -66,10 +115,22 @@ def verify(path: Path, published: Published) -> Iterator[str]:
             yield f"its {name} holds something private"
 
 
-def problems(paths: Iterable[Path], look: Callable[[Path], Iterable[str]]) -> Iterator[tuple[Path, list[str]]]:
-    """What ``look`` finds at each receipt; one that cannot be read is a problem like any other."""
+def problems(results: Path, paths: Iterable[Path], look: Callable[[Path], Iterable[str]]) -> Iterator[tuple[Path, list[str]]]:
+    """What ``look`` finds at each receipt; one that cannot be read is a problem like any other.
+
+    And what lies beside the receipts: folders that no machine.json describes, logs that no receipt names.
+    """
+    named: set[Path] = set()
     for path in paths:
+        found: list[str] = []
         try:
-            yield path, list(look(path))
+            named |= {path.parent / name for name in receipt.log_names(receipt.read(path))}
+            found += look(path)
         except UserError as error:
-            yield path, [str(error)]
+            found.append(str(error))
+        yield path, found
+    for described, sentence in receipt.strays(results).items():
+        yield described, [sentence]
+    for log in receipt.logs(results):
+        if log not in named:
+            yield log, ["no receipt names this log"]

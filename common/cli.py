@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 from common import __version__, commands
+from common.__main__ import missing
 from common.commands import OK, USAGE
 from common.errors import UserError, full
 
-#: Exit code of Ctrl-C, by the shell's custom.
+#: Exit code of Ctrl-C, by convention 128 + the signal's number.
 INTERRUPTED = 130
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options, extra = parser.parse_known_args(arguments)
+    if threading.current_thread() is threading.main_thread() and arguments is None:
+        _guard()
     if extra and options.command != "run":
         parser.error(f"unrecognized arguments: {' '.join(extra)}")
     try:
         return int(options.call(options, extra))
     except UserError as error:
         commands.complain(str(error))
+        return USAGE
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "common":
+            raise
+        print(missing(error.name), file=sys.stderr)  # Without what prints in colour, which may be what is missing.
         return USAGE
     except OSError as error:
         if isinstance(error, BrokenPipeError):
@@ -34,9 +46,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         commands.complain(f"No space left on the disk of {error.filename or 'the cache'}: free some and run again.")
         return USAGE
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         commands.complain("Stopped. Receipts of the runs that had ended are kept; nothing is left running.")
-        return INTERRUPTED
+        return error.args[0] if error.args else INTERRUPTED
+
+
+def _guard() -> None:
+    """End our children when we are ended, and let nobody read our environment."""
+
+    def stop(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # Once is enough: what runs is being killed.
+        raise KeyboardInterrupt(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup has SIGHUP ignored, and that holds.
+            signal.signal(number, stop)
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        # Else a script could read our environment, and what we know of tokens, from /proc (where it is not root).
+        libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+        if os.environ.get("REPRODUCER_PROG"):  # nox does not hand on the signal that ends it.
+            libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -89,6 +119,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument(
         "--without", metavar="TRANSFORM", help="leave one transform of the fix out: the patched side must turn red"
+    )
+    run.add_argument(
+        "--sandbox",
+        action="store_true",
+        help="run each script under bubblewrap: no network, your files out of sight, nothing to write (docs/security.md)",
     )
     run.add_argument("--lane", help="this lane instead of the strongest that the machine allows")
     run.add_argument("--variant", help="arguments that the pack has a name for (see its pack.toml)")

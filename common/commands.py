@@ -18,8 +18,9 @@ from packaging.version import InvalidVersion, Version
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from common.errors import UserError
+from common.errors import UserError, writing
 from common.files import write_atomically
+from common.grade import plain
 from common.pack import Pack, all_packs, find
 
 if TYPE_CHECKING:
@@ -35,11 +36,11 @@ OK, SURPRISE, USAGE, CHANGED = 0, 1, 2, 3
 def complain(sentence: str) -> None:
     from common.report import console
 
-    console(stderr=True).print(Text(sentence, "red"), soft_wrap=True)
+    console(stderr=True).print(Text(plain(sentence, None), "red"), soft_wrap=True)
 
 
 def run(options: argparse.Namespace, extra: list[str]) -> int:
-    from common import environment, lanes, pool, report, runner, sources
+    from common import environment, lanes, overlay, pool, report, runner, sources
 
     pack = find(options.pack)
     _check(options)
@@ -54,7 +55,8 @@ def run(options: argparse.Namespace, extra: list[str]) -> int:
     results = options.results or (runner.CACHE / "selftest" if pack.kind == "selftest" else runner.RESULTS)
     review = options.patch is not None or options.without is not None
     if review:  # Verdicts on somebody's diff, or on a fix broken on purpose, are no record of the release.
-        results = results / "review" / (options.patch.stem if options.patch else f"without-{options.without}")
+        named = options.patch.stem if options.patch else f"without-{options.without}"
+        results = results / "review" / overlay.plain_name(named)
     jobs = options.jobs or runner.default_jobs(lane)
     given = list(options.wheel or ())
     if own and own.source and not given and not options.here:
@@ -75,6 +77,7 @@ def run(options: argparse.Namespace, extra: list[str]) -> int:
         here=options.here,
         wheels=wheels,
         release_path=options.release_path,
+        sandbox=options.sandbox,
         results=results,
         **({"machine": options.machine} if options.machine else {}),
     )
@@ -98,6 +101,10 @@ def run(options: argparse.Namespace, extra: list[str]) -> int:
         rows, failures = runner.run_all([(plan, release) for release in chosen], workers, done=follow)
     if failures and len(chosen) == 1:
         raise UserError(failures[0].message)
+    for note in dict.fromkeys(note for row in rows for note in row.notes):
+        out.print(Text(f"{note}.", "yellow"), soft_wrap=True)
+    for line in dict.fromkeys(line for row in rows for line in report.coverage(row)):
+        out.print(Text(line, "yellow"), soft_wrap=True)
     surprising = list(report.surprises(rows))
     parts: list[RenderableType] = [report.proofs(rows)] if options.proofs or len(rows) <= report.PROOFS else []
     parts.append(report.table(rows, f"{pack.name} · {pack.package}" + (f" · {variant}" if variant else "")))
@@ -108,7 +115,8 @@ def run(options: argparse.Namespace, extra: list[str]) -> int:
         write_atomically(options.picture, report.picture(parts, f"nox -s {pack.name}"))
     for message in dict.fromkeys(failure.message for failure in failures):
         complain(message)
-    return USAGE if failures else SURPRISE if surprising else OK
+    broken = [row for row in rows if row.verdict.outcome == "INFRA" and not row.as_expected]
+    return USAGE if failures or broken else SURPRISE if surprising else OK
 
 
 def _use(plan: runner.Plan, release: Release, out: Console) -> int:
@@ -178,7 +186,7 @@ def regress(options: argparse.Namespace, extra: list[str]) -> int:
 
     _check(options)
     out = report.console()
-    packs = _chosen_packs(options)
+    packs = _chosen_packs(options, out)
     with _session(options, packs, out) as (workers, plan_for, results, machine):
         load = partial(history.load, results, packs)
         choose = partial(
@@ -196,35 +204,53 @@ def regress(options: argparse.Namespace, extra: list[str]) -> int:
     return OK if found.as_expected else SURPRISE
 
 
+def _deliver(target: str, found: Report) -> None:
+    text = f"{json.dumps(found.to_dict(), ensure_ascii=False)}\n"
+    if target != "-":
+        with writing(Path(target)):
+            Path(target).write_text(text, encoding="utf-8")  # It may be a pipe, or /dev/stderr.
+    else:
+        print(text, end="", flush=True)
+
+
 def watch(options: argparse.Namespace, extra: list[str]) -> int:
     from common import history, regress, report
 
     _check(options)
+    if options.json != "-":
+        try:
+            Path(options.json).open("a").close()
+        except OSError as error:
+            raise UserError(f"--json {options.json} cannot be written ({error.strerror}): name another file.") from error
     out = report.console(stderr=options.json == "-")
-    packs = _chosen_packs(options)
+    packs = _chosen_packs(options, out)
     if options.nightly:
         packs += [replace(pack, package=pack.nightly) for pack in packs if pack.nightly]
     with _session(options, packs, out) as (workers, plan_for, results, machine):
-        load = partial(history.load, results, all_packs() if options.results is None else packs)
+        load = partial(history.load, results, _packs(out) if options.results is None else packs)
         with regress.alone(results, machine) as journal:
             work = regress.plan(packs, load(), plan_for=plan_for, newer=True, pre=options.pre, pending=regress.pending(journal))
             _told(work, out)
-            found = _run_cells(work, journal, workers, load, options, out)
+            found = _run_cells(work, journal, workers, load, options, out, deliver=partial(_deliver, options.json))
     _bring_up_to_date(results, out)
     _print(found, out, results / machine)
-    text = json.dumps(found.to_dict(), ensure_ascii=False)
-    if options.json == "-":
-        print(text)
-    elif options.json:
-        write_atomically(Path(options.json), f"{text}\n")
     if found.changes:
         return CHANGED
     return OK if found.as_expected else SURPRISE
 
 
-def _chosen_packs(options: argparse.Namespace) -> list[Pack]:
+def _packs(out: Console) -> list[Pack]:
+    """Every pack; one that is not sound is said, and stops no other."""
+    problems: list[str] = []
+    found = all_packs(problems=problems)
+    for problem in dict.fromkeys(problems):
+        out.print(Text(f"Left out: {plain(problem, None)}", "yellow"), soft_wrap=True)
+    return found
+
+
+def _chosen_packs(options: argparse.Namespace, out: Console) -> list[Pack]:
     """Those that were named, else all but the self-test, which says nothing of a release."""
-    packs = [find(name) for name in options.pack or ()] or [pack for pack in all_packs() if pack.kind != "selftest"]
+    packs = [find(name) for name in options.pack or ()] or [pack for pack in _packs(out) if pack.kind != "selftest"]
     upstreams = sorted({pack.package for pack in packs})
     if unknown := sorted(set(options.upstream or ()) - set(upstreams)):
         raise UserError(f"No pack is about {unknown[0]!r}; there are packs about {', '.join(upstreams)}.")
@@ -285,7 +311,14 @@ def _told(work: Work, out: Console, *, dry: bool = False) -> None:
 
 
 def _run_cells(
-    work: Work, journal: Path, workers: Pool, load: Callable[[], history.History], options: argparse.Namespace, out: Console
+    work: Work,
+    journal: Path,
+    workers: Pool,
+    load: Callable[[], history.History],
+    options: argparse.Namespace,
+    out: Console,
+    *,
+    deliver: Callable[[Report], None] = lambda found: None,
 ) -> Report:
     from common import regress, report, runner
 
@@ -303,6 +336,7 @@ def _run_cells(
             confirm=options.confirm,
             done=follow,
             say=lambda line: out.print(Text(line, "yellow"), soft_wrap=True),
+            deliver=deliver,
         )
 
 
@@ -354,7 +388,7 @@ def pins(options: argparse.Namespace, extra: list[str]) -> int:
     from common.releases import releases
 
     out = report.console(stderr=options.json)
-    packs = [pack for pack in all_packs() if pack.kind != "selftest"]
+    packs = [pack for pack in _packs(out) if pack.kind != "selftest"]
     known = sorted({pack.package for pack in packs})
     if unknown := [name for name in options.upstream if name not in known]:
         raise UserError(f"No pack is about {unknown[0]!r}; there are packs about {', '.join(known)}.")
@@ -393,7 +427,7 @@ def site(options: argparse.Namespace, extra: list[str]) -> int:
             f"--base-url {options.base_url} is no address: give one such as https://github.com/OWNER/NAME/blob/main."
         )
     out = report.console()
-    packs = [pack for pack in all_packs() if pack.kind != "selftest"]
+    packs = [pack for pack in _packs(out) if pack.kind != "selftest"]
     stored = history.load(options.results or runner.RESULTS, packs)
     for error in stored.unreadable.values():
         out.print(Text(f"Not counted: {error}", "yellow"), soft_wrap=True)
@@ -411,7 +445,7 @@ def listing(options: argparse.Namespace, extra: list[str]) -> int:
     table = Table(header_style="bold", pad_edge=False)
     for column in ("pack", "upstream", "kind", "pinned", "what"):
         table.add_column(column, overflow="fold")
-    for pack in all_packs():
+    for pack in _packs(report.console(stderr=True)):
         table.add_row(pack.name, pack.package, pack.kind, ", ".join(pack.pinned), pack.title)
     report.console().print(table)
     return OK
@@ -452,13 +486,14 @@ def audit(options: argparse.Namespace, extra: list[str]) -> int:
     from common import receipt, report, runner
 
     out = report.console()
-    paths = receipt.stored(options.results or runner.RESULTS)
+    results = options.results or runner.RESULTS
+    paths = receipt.stored(results)
     if not paths:
-        raise UserError(f"There is no receipt in {options.results or runner.RESULTS}.")
+        raise UserError(f"There is no receipt in {results}.")
     published = auditing.Published(runner.CACHE)
     look = auditing.regrade if options.command == "regrade" else lambda path: auditing.verify(path, published)
     wrong = 0
-    for path, problems in auditing.problems(paths, look):
+    for path, problems in auditing.problems(results, paths, look):
         wrong += bool(problems)
         for problem in problems:
             out.print(Text(f"✗ {report.where(path)}: {problem}", "red"), soft_wrap=True)

@@ -15,13 +15,16 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import tempfile
+import threading
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -34,13 +37,43 @@ from packaging.utils import (
     parse_wheel_filename,
 )
 
-from common.errors import UserError
+from common.errors import InfraError, UserError, writing
 from common.files import locked, write_atomically
-from common.overlay import distribution
+from common.integrity import distribution, record_sha256
+from common.process import Interrupted
+from common.scrub import run_env, without_password
 
 # Two threads that fill sysconfig's table at once see half of it (https://github.com/python/cpython/issues/92452).
 sysconfig.get_config_vars()
 
+#: Written last into an environment: one without it is not whole.
+STAMP = "reproducer.json"
+#: How environments are laid out; one made by an older runner is not taken for ours.
+LAYOUT = "copies, with byte code"
+#: Where uv finds packages: the settings that a build may see, too, for it installs what it needs to build.
+UV_SETTINGS = (
+    "UV_CONFIG_FILE",
+    "UV_DEFAULT_INDEX",
+    "UV_EXTRA_INDEX_URL",
+    "UV_FIND_LINKS",
+    "UV_HTTP_TIMEOUT",
+    "UV_INDEX",
+    "UV_INDEX_STRATEGY",
+    "UV_INDEX_URL",
+    "UV_NATIVE_TLS",
+    "UV_OFFLINE",
+    "UV_SYSTEM_CERTS",
+    "UV_TORCH_BACKEND",
+    "ALL_PROXY",
+    "HTTPS_PROXY",
+    "HTTP_PROXY",
+    "NO_PROXY",
+    "SSL_CERT_DIR",
+    "SSL_CERT_FILE",
+    "CC",
+    "CXX",
+    "MAX_JOBS",
+)
 #: What uv says when it is the network, not the release, that fails.
 _NETWORK = re.compile(r"error sending request|failed to fetch|dns error|connection|network|timed out|offline", re.IGNORECASE)
 
@@ -60,6 +93,10 @@ class Environment:
     file: str
     sha256: str
     on_path: bool = False
+    #: Held, shared, by a run that uses it, and alone by whoever fills it; None for an environment that is not ours.
+    lock: Path | None = None
+    #: What was unpacked to ``site``, where that is how the release got there.
+    archive: Path | None = None
 
     def distributions(self) -> list[dict[str, str]]:
         """Every installed distribution: name, version, and a sha256 over what its RECORD says was installed."""
@@ -72,33 +109,15 @@ class Environment:
         return [found[name] for name in sorted(found)]
 
 
-def record_sha256(dist: importlib.metadata.Distribution) -> str:
-    """sha256 over the sorted ``path,hash`` pairs of a RECORD, less what an installer adds: the same for uv and pip."""
-    lines = []
-    for line in (dist.read_text("RECORD") or "").splitlines():
-        path, digest, _ = [*line.rsplit(",", 2), "", ""][:3]
-        if digest and not path.startswith(("..", "/")) and not re.search(r"\.dist-info/(?!METADATA|WHEEL|entry_points)", path):
-            lines.append(f"{path},{digest}")
-    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
-
-
 def here(package: str, cache_dir: Path, *, wheel: Path | None = None, release_path: Path | None = None) -> Environment:
     """The active environment, with the release from a wheel, from a folder, or as it is installed."""
     active = [Path(p) for p in sys.path if p and Path(p).is_dir()]
     if wheel is not None:
         sha256, version = read_wheel(wheel, package)
-        site = cache_dir / "wheels" / f"{wheel.stem}-{sha256[:12]}"
+        place = site = cache_dir / "wheels" / f"{wheel.stem}-{sha256[:12]}"
         if not site.is_dir():
-            part = site.with_name(f"{site.name}.{os.getpid()}.part")
-            if wheel.name.endswith(".whl"):
-                with zipfile.ZipFile(wheel) as archive:
-                    archive.extractall(part)
-            else:
-                with tarfile.open(wheel) as archive:
-                    archive.extractall(part, filter="data")
-            with contextlib.suppress(OSError):  # Another run was faster.
-                part.replace(site)
-            shutil.rmtree(part, ignore_errors=True)
+            with locked(place.with_name(f"{place.name}.lock")), writing(place):
+                _unpack(wheel, place)
         if not wheel.name.endswith(".whl"):  # Its one folder holds the package and, in an egg-info, its metadata.
             site = next(folder for folder in site.iterdir() if folder.is_dir())
         return Environment(
@@ -109,6 +128,8 @@ def here(package: str, cache_dir: Path, *, wheel: Path | None = None, release_pa
             file=wheel.name,
             sha256=sha256,
             on_path=True,
+            lock=place.with_name(f"{place.name}.lock"),
+            archive=wheel,
         )
     if release_path is not None:
         if not release_path.is_dir():
@@ -134,61 +155,52 @@ def here(package: str, cache_dir: Path, *, wheel: Path | None = None, release_pa
     )
 
 
-def made(
-    package: str,
-    version: str,
-    sha256: str,
-    file: str,
-    requires: Sequence[str],
-    cache_dir: Path,
-    *,
-    wheel: Path | None = None,
-    build: Mapping[str, str] = MappingProxyType({}),
-    beside: Sequence[str] = (),
-    python: str | None = None,
-    beside_python: str | None = None,
-    as_files: bool = False,
-) -> Environment:
-    """An environment of its own for ``package==version``, made by uv, or the one made earlier.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """What an environment is to hold: one release of a package, and the pins that go with it.
 
-    With ``sha256`` the index's file must have just that hash; ``wheel`` installs a local file instead. ``build`` is for sdists:
-    environment variables for the build, which then takes what it needs from the base layer (no build isolation). With ``python``
-    ("3.12") a wheel for that Python is installed, into this one. ``beside`` are installed after it, without their dependencies,
-    for ``beside_python`` likewise. ``as_files`` installs an sdist's Python files without building it.
-    Raises `InstallError` when the release cannot be installed and `UserError` when the base layer cannot.
+    With ``sha256`` the index's ``file`` must have just that hash; ``wheel`` installs a local file instead. ``build`` is for
+    sdists: environment variables for the build, which then takes what it needs from the base layer (no build isolation). With
+    ``python`` ("3.12") a wheel for that Python is installed, into this one. ``beside`` are installed after it, without their
+    dependencies, for ``beside_python`` likewise. ``as_files`` installs an sdist's Python files without building it.
     """
-    if wheel is not None:
-        sha256, version = read_wheel(wheel, package)
-        file = wheel.name
-    under = base(requires, cache_dir)
-    place = cache_dir / "envs" / f"{package}-{version}-{(sha256 or 'nohash')[:12]}-{under.name[-12:]}"
-    place = place.with_name(f"{place.name}-{hashlib.sha256(' '.join(beside).encode()).hexdigest()[:6]}") if beside else place
-    stamp = place / "reproducer.json"
-    with locked(place.with_name(f"{place.name}.lock")):
-        if not stamp.is_file():
-            _venv(place)
-            if as_files and wheel is None:
-                wheel = _wheel_of_files(package, version, file, place)
-            wanted = f"{package} @ {wheel.resolve().as_uri()}" if wheel else f"{package}=={version}"
-            digest = read_wheel(wheel, package)[0] if wheel else sha256
-            (_site(place) / "_base.pth").write_text(f"{_site(under)}\n", encoding="utf-8")
-            requirement = place / "release.txt"
-            requirement.write_text(f"{wanted} --hash=sha256:{digest}\n" if digest else f"{wanted}\n", encoding="utf-8")
-            arguments = ["pip", "install", "--python", str(_python(place)), "--no-deps"]
-            arguments += ["--no-build-isolation"] if build else []
-            own = ["-r", str(requirement), *(["--require-hashes"] if digest else []), *_for_python(python)]
-            done = _uv([*arguments, *own], build)
-            if done.returncode == 0 and beside:
-                done = _uv([*arguments, *beside, *_for_python(beside_python)], build)
-            if done.returncode and "No space left" in done.stderr:
-                raise UserError(f"No space left on the disk of {cache_dir}: free some and run again.")
-            if done.returncode and _NETWORK.search(done.stderr):
-                raise UserError(
-                    f"{wanted} cannot be fetched: {_why(done)} Is there a network? A wheel at hand can be given with --wheel FILE."
-                )
-            if done.returncode:
-                raise InstallError(_why(done))
-            write_atomically(stamp, json.dumps({"package": package, "version": version, "file": file, "sha256": sha256}))
+
+    package: str
+    version: str
+    file: str
+    sha256: str
+    requires: tuple[str, ...] = ()
+    wheel: Path | None = None
+    build: Mapping[str, str] = field(default_factory=dict)
+    beside: tuple[str, ...] = ()
+    python: str | None = None
+    beside_python: str | None = None
+    as_files: bool = False
+
+
+def made(wanted: Wanted, cache_dir: Path, *, stop: threading.Event | None = None) -> Environment:
+    """An environment of its own for a release, made by uv, or the one made earlier.
+
+    Raises `InstallError` when the release cannot be installed, `InfraError` when it cannot be told (no network, a wrong hash,
+    a killed uv), and `UserError` when the base layer cannot be made.
+    """
+    sha256, version, file = wanted.sha256, wanted.version, wanted.file
+    if wanted.wheel is not None:
+        sha256, version = read_wheel(wanted.wheel, wanted.package)
+        file = wanted.wheel.name
+    under = base(wanted.requires, cache_dir)
+    place = cache_dir / "envs" / f"{wanted.package}-{version}-{(sha256 or 'nohash')[:12]}-{under.name[-12:]}"
+    if wanted.beside:
+        place = place.with_name(f"{place.name}-{hashlib.sha256(' '.join(wanted.beside).encode()).hexdigest()[:6]}")
+    lock, stamp = place.with_name(f"{place.name}.lock"), place / STAMP
+    if not stamp.is_file():
+        with locked(lock):
+            if not stamp.is_file():
+                _venv(place)
+                (_site(place) / "_base.pth").write_text(f"{_site(under)}\n", encoding="utf-8")
+                _install(replace(wanted, version=version, file=file, sha256=sha256), place, stop)
+                told = {"package": wanted.package, "version": version, "file": file, "sha256": sha256}
+                write_atomically(stamp, json.dumps(told))
     return Environment(
         python=_python(place),
         site=_site(place),
@@ -196,13 +208,99 @@ def made(
         version=version,
         file=file,
         sha256=sha256,
+        lock=lock,
     )
 
 
-def _wheel_of_files(package: str, version: str, file: str, folder: Path) -> Path:
+def discard(there: Environment) -> None:
+    """Forget an environment of ours whose files are not what was installed: `made` and `here` then fill it anew."""
+    assert there.lock is not None
+    place = there.lock.with_suffix("")
+    with locked(there.lock):
+        (place / STAMP).unlink(missing_ok=True)
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _unpack(wheel: Path, place: Path) -> None:
+    part = place.with_name(f"{place.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    if wheel.name.endswith(".whl"):
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(part)
+    else:
+        with tarfile.open(wheel) as archive:
+            archive.extractall(part, filter="data")
+    with contextlib.suppress(OSError):  # Another run was faster.
+        part.replace(place)
+    shutil.rmtree(part, ignore_errors=True)
+
+
+def _install(wanted: Wanted, place: Path, stop: threading.Event | None) -> None:
+    """Install the release into ``place``.
+
+    That a release cannot be installed is a verdict on it, so it is believed only of the very file that the index names, its
+    hash checked, and when a second try fails in the same way. Anything else is the machine's or the network's fault.
+    """
+    wheel = wanted.wheel
+    if wheel is None and wanted.as_files:
+        wheel = _wheel_of_files(wanted, place)
+    tries = [_try(wanted, wheel, place, stop)]
+    if tries[0] and wheel is None:
+        if not wanted.sha256:
+            raise InfraError(
+                f"{wanted.package} {wanted.version} cannot be installed, nor compared with the index's: {_short(tries[0])}"
+            )
+        from common import releases  # which waits for the network
+
+        fetched = releases.fetch(wanted.package, wanted.file, place, sha256=wanted.sha256)
+        while tries[-1] and len(tries) < 3 and (len(tries) < 2 or _kind(tries[0]) != _kind(tries[1])):
+            tries.append(_try(wanted, fetched, place, stop))
+    if not tries[-1]:
+        return
+    if len(tries) > 1 and _kind(tries[-1]) != _kind(tries[-2]):
+        raise InfraError(
+            f"{wanted.package} {wanted.version} could not be installed, each time for another reason: {_short(tries[-1])}"
+        )
+    raise InstallError(_short(tries[-1]))
+
+
+def _try(wanted: Wanted, wheel: Path | None, place: Path, stop: threading.Event | None) -> str:
+    """One try; why it failed, empty where it did not."""
+    named = f"{wanted.package} @ {wheel.resolve().as_uri()}" if wheel else f"{wanted.package}=={wanted.version}"
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest() if wheel else wanted.sha256
+    requirement = place / "release.txt"
+    requirement.write_text(f"{named} --hash=sha256:{digest}\n" if digest else f"{named}\n", encoding="utf-8")
+    arguments = ["pip", "install", "--python", str(_python(place)), "--no-deps"]
+    arguments += ["--no-build-isolation"] if wanted.build else []
+    own = ["-r", str(requirement), *(["--require-hashes"] if digest else []), *_for_python(wanted.python)]
+    done = _uv([*arguments, *own], wanted.build, builds=not (wheel.name if wheel else wanted.file).endswith(".whl"), stop=stop)
+    if done.returncode == 0 and wanted.beside:
+        more = [*arguments, *wanted.beside, *_for_python(wanted.beside_python)]
+        done = _uv(more, wanted.build, builds=bool(wanted.build), stop=stop)
+    if done.returncode == 0:
+        return ""
+    why = _why(done)
+    if done.returncode < 0:
+        raise InfraError(f"uv was ended by {signal.Signals(-done.returncode).name} while it installed {named}.")
+    if "No space left" in done.stderr:
+        raise UserError(f"No space left on the disk of {place.parent}: free some and run again.")
+    if _NETWORK.search(done.stderr):
+        raise InfraError(
+            f"{named} cannot be fetched: {_short(why)} Is there a network? A wheel at hand can be given with --wheel FILE."
+        )
+    return why
+
+
+def _kind(why: str) -> str:
+    """An install error without what differs from try to try: names and addresses of files, hashes, times."""
+    return re.sub(r"`[^`]*`|\S*/\S*|[0-9a-f]{6,}|[\d.]+", "#", why)
+
+
+def _wheel_of_files(wanted: Wanted, folder: Path) -> Path:
     from common import releases, sources  # which wait for the network, and are seldom wanted
 
-    return sources.of_sdist(releases.fetch(package, file, folder), package, version, folder)
+    sdist = releases.fetch(wanted.package, wanted.file, folder, sha256=wanted.sha256)
+    return sources.of_sdist(sdist, wanted.package, wanted.version, folder)
 
 
 def _for_python(version: str | None) -> list[str]:
@@ -210,7 +308,7 @@ def _for_python(version: str | None) -> list[str]:
 
 
 def has_base(requires: Sequence[str], cache_dir: Path) -> bool:
-    return (_base_place(requires, cache_dir) / "reproducer.json").is_file()
+    return (_base_place(requires, cache_dir) / STAMP).is_file()
 
 
 def base(requires: Sequence[str], cache_dir: Path) -> Path:
@@ -221,18 +319,22 @@ def base(requires: Sequence[str], cache_dir: Path) -> Path:
             return place
         _venv(place)
         if requires:
-            done = _uv(["pip", "install", "--python", str(_python(place)), *requires])
+            # Runs write no byte code (what lies in a release's folder has to be what it installed), so it is made here, once.
+            arguments = ["pip", "install", "--python", str(_python(place)), "--compile-bytecode", *requires]
+            done = _uv([*arguments, "--no-build"], builds=False)
+            if done.returncode > 0:  # Some are sdists, perhaps.
+                done = _uv(arguments, builds=True)
             if done.returncode:
                 raise UserError(
-                    f"The base layer ({', '.join(requires)}) cannot be installed: {_why(done)} "
+                    f"The base layer ({', '.join(requires)}) cannot be installed: {_short(_why(done))} "
                     "Without a network, use an environment that has these and run 'python -m common run PACK --here'."
                 )
-        write_atomically(place / "reproducer.json", json.dumps({"requires": list(requires)}))
+        write_atomically(place / STAMP, json.dumps({"requires": list(requires)}))
     return place
 
 
 def _base_place(requires: Sequence[str], cache_dir: Path) -> Path:
-    digest = hashlib.sha256("\n".join([platform.python_version(), platform.machine(), *requires]).encode()).hexdigest()
+    digest = hashlib.sha256("\n".join([LAYOUT, platform.python_version(), platform.machine(), *requires]).encode()).hexdigest()
     return cache_dir / "bases" / f"python{sys.version_info.major}.{sys.version_info.minor}-{digest[:12]}"
 
 
@@ -240,7 +342,7 @@ def _venv(place: Path) -> None:
     shutil.rmtree(place, ignore_errors=True)
     done = _uv(["venv", "--quiet", "--python", sys.executable, str(place)])
     if done.returncode:
-        raise UserError(f"uv cannot make an environment in {place.parent}: {_why(done)}")
+        raise UserError(f"uv cannot make an environment in {place.parent}: {_short(_why(done))}")
 
 
 def _python(place: Path) -> Path:
@@ -251,22 +353,59 @@ def _site(place: Path) -> Path:
     return Path(sysconfig.get_path("purelib", "posix_prefix", vars={"base": str(place), "platbase": str(place)}))
 
 
-def _uv(arguments: Sequence[str], also: Mapping[str, str] = MappingProxyType({})) -> subprocess.CompletedProcess[str]:
+def _uv(
+    arguments: Sequence[str],
+    also: Mapping[str, str] = MappingProxyType({}),
+    *,
+    builds: bool = False,
+    stop: threading.Event | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run uv. With ``builds`` it may run a package's own build, which sees no more of our environment than a run does."""
     import uv
 
-    return subprocess.run([uv.find_uv_bin(), *arguments], env={**_uv_env(), **also}, capture_output=True, text=True)
+    with tempfile.TemporaryDirectory(prefix="reproducer-") as home:
+        env = {**build_env(os.environ), **_uv_settings(), "HOME": home} if builds else {**os.environ, **_uv_settings()}
+        env.pop("VIRTUAL_ENV", None)
+        with subprocess.Popen(
+            [uv.find_uv_bin(), *arguments],
+            env={**env, **also},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # Ctrl-C is ours to hand on: a uv that it ended would look like a failed install.
+        ) as process:
+            try:
+                while True:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        out, err = process.communicate(timeout=0.2)
+                        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+                    if stop is not None and stop.is_set():
+                        raise Interrupted
+            finally:
+                with contextlib.suppress(OSError):
+                    os.killpg(process.pid, signal.SIGKILL)
+
+
+def build_env(environ: Mapping[str, str]) -> dict[str, str]:
+    """The part of ``environ`` that a package's build may see: what a run may, and where packages come from, less passwords."""
+    given = {n: without_password(v) for n, v in environ.items() if n.upper() in UV_SETTINGS}
+    return {**run_env(environ), **given}
 
 
 @cache
-def _uv_env() -> Mapping[str, str]:
-    """uv's environment: with pip's find-links, which uv does not read, or else the torch build that suits the machine."""
-    env = {**os.environ, "UV_NO_PROGRESS": "1"}
-    env.pop("VIRTUAL_ENV", None)
-    if links := env.get("UV_FIND_LINKS") or _pip_find_links():
-        env["UV_FIND_LINKS"] = links
-    else:
-        env.setdefault("UV_TORCH_BACKEND", "auto" if gpu() else "cpu")
-    return env
+def _uv_settings() -> Mapping[str, str]:
+    """What we tell uv in any case. It gets pip's find-links, which it does not read, or the torch build that suits the machine."""
+    # Copies: uv would make links, and an edit of an installed file would change uv's cache, and so every later environment.
+    settings = {"UV_NO_PROGRESS": "1", "UV_LINK_MODE": "copy"}
+    # Builds have another HOME.
+    above = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    settings["UV_CACHE_DIR"] = os.environ.get("UV_CACHE_DIR") or str(Path(above) / "uv")
+    if links := os.environ.get("UV_FIND_LINKS") or _pip_find_links():
+        settings["UV_FIND_LINKS"] = links
+    elif "UV_TORCH_BACKEND" not in os.environ:
+        settings["UV_TORCH_BACKEND"] = "auto" if gpu() else "cpu"
+    return settings
 
 
 def _pip_find_links() -> str:
@@ -326,5 +465,8 @@ def read_wheel(wheel: Path, package: str) -> tuple[str, str]:
 def _why(done: subprocess.CompletedProcess[str]) -> str:
     """The telling part of what uv said, in one line."""
     text = re.sub(r"\s+", " ", re.sub(r"[×╰─▶│├]+", " ", done.stderr)).strip()
-    text = re.sub(r"^(?:warning: .*? )?(?:error: )?", "", text)
-    return text if len(text) <= 400 else f"{text[:400]}…"
+    return text.partition("error: ")[2] or text
+
+
+def _short(why: str) -> str:
+    return why if len(why) <= 400 else f"{why[:400]}…"

@@ -13,6 +13,10 @@ class UserError(Exception):
     """Something the person at the keyboard can mend; the message says what was wrong and what to do next."""
 
 
+class InfraError(Exception):
+    """The machine or the network broke a run (the verdict INFRA): it says nothing of the release, and is never stored."""
+
+
 class AnchorError(Exception):
     """A transform did not find the place it changes, or found it more than once, in a release's source."""
 
@@ -31,7 +35,7 @@ def writing(path: Path) -> Iterator[None]:
             raise UserError(
                 f"No space left on the disk of {path}: free some and run again; nothing half-written was kept."
             ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG):
             raise UserError(
                 f"{path} cannot be written ({os.strerror(error.errno)}): name another folder with --results."
             ) from error

@@ -35,12 +35,14 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 @contextmanager
-def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
+def locked(path: Path, *, wait: bool = True, shared: bool = False) -> Iterator[None]:
     """Hold the lock file ``path``; another process or thread waits, or without ``wait`` gets a BlockingIOError.
+
+    Many may hold it ``shared``, and then nobody alone.
 
     The system lets go of it when its holder dies, so a killed run leaves nothing locked.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
         yield

@@ -6,14 +6,18 @@ how it ended). A verdict needs three proofs, and a log that disagrees with itsel
 1. the trigger ran: comparisons were made, on code of the version asked for, imported from where it should come from;
 2. a control passed in the same run;
 3. exit code, JSON line and sentinel agree.
+
+What the machine did to the run (a signal from outside, a supervisor that was killed) is INFRA: it says nothing of the release.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 #: The factor between bug error, limit and control error under which a numeric verdict is refused.
@@ -29,6 +33,11 @@ def strength(evidence: str) -> int:
     """Place of an evidence level in `EVIDENCE`, whatever the device's name."""
     return EVIDENCE.index(evidence.partition(":")[0])
 
+
+#: Signals by which a program's own fault ends it. Any other came from outside: a person, a scheduler, a system short of memory.
+CRASHES = ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP")
+#: The longest reason or name that is taken from a log, in characters.
+LONGEST = 200
 
 _SENTINEL = re.compile(r"^(BUG_REPRODUCED|BUG_ABSENT|FIX_VALIDATED|(?:CHANGED|UNTESTABLE)(?:: .+)?)$")
 #: The runner's own word for why the script was not run, or was ended.
@@ -92,17 +101,18 @@ def _grade(opening: dict[str, Any], body: list[str], closing: dict[str, Any]) ->
         return Verdict(outcome="NOTHING_TO_PATCH", reason=str(closing.get("message", "")))
     if stopped == "skipped":
         return Verdict(outcome=str(closing.get("verdict")), reason=str(closing.get("message", "")))
+    if stopped in ("lost", "infra"):
+        return Verdict(outcome="INFRA", reason=str(closing.get("reason") or stopped))
     if stopped in _STOPS:
         return Verdict(outcome="UNTESTABLE", reason=_STOPS[stopped])
     if stopped is not None:
         raise Disagreement(f"the run was stopped for an unknown reason ({stopped})")
     sentinels = [line for line in body if _SENTINEL.match(line)]
     if closing.get("signal"):
+        if closing["signal"] not in CRASHES:
+            return Verdict(outcome="INFRA", reason=str(closing["signal"]))
         if sentinels:
             raise Disagreement(f"the script printed {sentinels[-1]!r} and then died of {closing['signal']}")
-        # The runner's own limits are told apart above, so this SIGKILL came from the system, short of memory.
-        if closing["signal"] == "SIGKILL":
-            return Verdict(outcome="UNTESTABLE", reason="oom")
         return Verdict(outcome="CHANGED", reason=str(closing["signal"]))
     if not sentinels:
         return _without_sentinel(body, exit_code)
@@ -122,6 +132,7 @@ def _without_sentinel(body: Sequence[str], exit_code: object) -> Verdict:
 
 def _proved(opening: dict[str, Any], body: list[str], exit_code: object, sentinel: str) -> Verdict:
     word, _, reason = sentinel.partition(": ")
+    reason = plain(reason)
     outcome = {"BUG_REPRODUCED": "REPRODUCED", "BUG_ABSENT": "ABSENT", "FIX_VALIDATED": "ABSENT"}.get(word, word)
     if exit_code != EXIT[outcome]:
         raise Disagreement(f"the script printed {sentinel!r}, which means exit {EXIT[outcome]}, and exited with {exit_code}")
@@ -139,10 +150,24 @@ def _proved(opening: dict[str, Any], body: list[str], exit_code: object, sentine
         raise Disagreement(f"the JSON line has an unknown evidence level {evidence!r}")
     if evidence.startswith("device") and opening.get("lane") not in (None, "device"):
         raise Disagreement(f"evidence {evidence!r} cannot come from the lane {opening.get('lane')!r}")
+    if evidence.startswith("device") and "gpus" in opening and evidence.partition(":")[2] not in opening["gpus"]:
+        raise Disagreement(f"evidence {evidence!r} without such a GPU: the machine has {', '.join(opening['gpus']) or 'none'}")
     origin = _origin(opening, facts)
     if outcome == "CHANGED":
         return Verdict(outcome=outcome, reason=reason, evidence=evidence, proofs={"trigger": origin}, metrics=_metrics(facts))
-    return _weighed(outcome, evidence, origin, facts, sentinel)
+    verdict = _weighed(outcome, evidence, origin, facts, sentinel)
+    return _of_patch(opening, verdict) if opening.get("patch") else verdict
+
+
+def _of_patch(opening: dict[str, Any], verdict: Verdict) -> Verdict:
+    """What a good run says of somebody else's diff: nothing where a part of it was not applied, or where there was no bug."""
+    if verdict.outcome != "ABSENT":
+        return verdict
+    if left := opening["patch"].get("unsupported"):
+        return replace(verdict, outcome="UNTESTABLE", reason=plain(f"partial-patch ({', '.join(map(str, left))})"), claims=())
+    if opening["patch"].get("unpatched") != "REPRODUCED":
+        return replace(verdict, outcome="NOTHING_TO_FIX", reason="the controls still hold", claims=())
+    return verdict
 
 
 def _facts(body: Sequence[str], sentinel: str) -> dict[str, Any]:
@@ -154,7 +179,7 @@ def _facts(body: Sequence[str], sentinel: str) -> dict[str, Any]:
 
 def _origin(opening: dict[str, Any], facts: dict[str, Any]) -> str:
     """Proof 1, first half: the code that ran is the release's (or the overlay's), in the version asked for."""
-    file, version = str(facts.get("file", "")), facts.get("version")
+    file, version = plain(str(facts.get("file", ""))), plain(str(facts.get("version")))
     if version != opening["version"]:
         raise Disagreement(f"release {opening['version']} was asked for, and {version} ran")
     root = "<overlay>/" if opening.get("side") == "patched" else "<release>/"
@@ -177,26 +202,34 @@ class _Comparison:
 
 
 def _comparisons(facts: dict[str, Any]) -> list[_Comparison]:
-    """Each has a name, a role, and either error and limit or ``holds``; an error of null is a result that is not finite."""
-    found = []
+    """Each has a name, a role, and either error and limit or ``holds``. An error that is missing or not finite is infinite."""
     listed = facts.get("comparisons")
     if not isinstance(listed, list):
         raise Disagreement("the JSON line has no list of comparisons")
-    for raw in listed:
-        try:
-            if "limit" in raw:
-                limit = float(raw["limit"])
-                error = float("inf") if raw["error"] is None else float(raw["error"])
-                if not (limit > 0 and error >= 0):
-                    raise ValueError
-                found.append(_Comparison(str(raw["name"]), str(raw["role"]), error, limit, error <= limit))
-            elif raw["holds"] in (True, False):
-                found.append(_Comparison(str(raw["name"]), str(raw["role"]), None, None, bool(raw["holds"])))
-            else:
+    return [_comparison(raw) for raw in listed]
+
+
+def _comparison(raw: Any) -> _Comparison:
+    try:
+        name, role = plain(str(raw["name"])), str(raw["role"])
+        if "limit" not in raw:
+            if raw["holds"] is not True and raw["holds"] is not False:
                 raise ValueError
-        except (KeyError, TypeError, ValueError) as error:
-            raise Disagreement(f"the JSON line has a comparison that cannot be read: {json.dumps(raw)[:120]}") from error
-    return found
+            return _Comparison(name, role, None, None, raw["holds"])
+        limit, given = _number(raw["limit"]), raw.get("error")
+        error = math.inf if given is None else _number(given)
+        # A check with an endless limit could not fail.
+        if not (0 < limit < math.inf and error >= 0):
+            raise ValueError
+        return _Comparison(name, role, error, limit, error <= limit)
+    except (KeyError, TypeError, ValueError) as error:
+        raise Disagreement(f"the JSON line has a comparison that cannot be read: {plain(json.dumps(raw))[:120]}") from error
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError
+    return math.inf if math.isnan(value) else float(value)
 
 
 def _weighed(outcome: str, evidence: str, origin: str, facts: dict[str, Any], sentinel: str) -> Verdict:
@@ -259,14 +292,31 @@ def _without_margin(verdict: Verdict) -> Verdict:
 
 def _metrics(facts: dict[str, Any]) -> dict[str, Any]:
     metrics = facts.get("metrics")
-    return dict(metrics) if isinstance(metrics, dict) else {}
+    return {plain(str(name)): _finite(value) for name, value in metrics.items()} if isinstance(metrics, dict) else {}
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with None for every number that is not finite, which JSON does not know."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {plain(str(name)): _finite(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
+    return plain(value, None) if isinstance(value, str) else value
+
+
+def plain(text: str, longest: int | None = LONGEST) -> str:
+    """A log's own words, fit to be shown anywhere: on one line, no control or invisible characters, not too long."""
+    text = "".join(c if unicodedata.category(c)[0] != "C" else " " if c in "\t\n" else "" for c in text)
+    return text if longest is None or len(text) <= longest else f"{text[: longest - 1]}…"
 
 
 def _object(line: str) -> dict[str, Any]:
     if not line.startswith("{"):
         return {}
     try:
-        value = json.loads(line)
+        value = json.loads(line, parse_constant=lambda name: None)
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

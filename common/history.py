@@ -15,7 +15,7 @@ from packaging.version import InvalidVersion, Version
 
 from common import lanes, receipt
 from common.errors import UserError
-from common.grade import Verdict, strength
+from common.grade import Verdict, plain, strength
 from common.pack import Pack
 
 
@@ -39,6 +39,13 @@ class Seen:
     log_name: str
     log_sha256: str
     patch: Mapping[str, str] | None
+    #: How often the cell was run for this record, and how many of the runs show what it says.
+    runs: int = 1
+    agree: int = 1
+
+    @property
+    def flaky(self) -> bool:
+        return self.agree < self.runs
 
     @property
     def outcome(self) -> str:
@@ -53,7 +60,8 @@ class Seen:
         """The verdict in the words of a script's last line."""
         if self.stopped == "skipped":
             return "not run"
-        return said(self.verdict, self.side)
+        word = said(self.verdict, self.side)
+        return f"{word} (flaky: {self.agree} of {self.runs} runs)" if self.flaky else word
 
     def document(self) -> dict[str, Any]:
         return receipt.read(self.path)
@@ -67,6 +75,7 @@ def said(verdict: Verdict, side: str) -> str:
         "REPRODUCED": "BUG_REPRODUCED",
         "ABSENT": "FIX_VALIDATED" if side == "patched" else "BUG_ABSENT",
         "NOTHING_TO_PATCH": "nothing to patch",
+        "NOTHING_TO_FIX": "NOTHING_TO_FIX: the controls still hold",
     }
     return words.get(verdict.outcome) or str(verdict)
 
@@ -107,9 +116,12 @@ def load(results: Path, packs: Iterable[Pack]) -> History:
         if path.parent.name not in known:
             continue
         try:
-            runs.append(_seen(path, receipt.read(path), known[path.parent.name], freshness))
+            document = receipt.read(path)
+            receipt.check_place(path, document)
+            runs.append(_seen(path, document, known[path.parent.name], freshness))
         except UserError as error:
             unreadable[path] = error
+    unreadable |= {path: UserError(sentence) for path, sentence in receipt.strays(results).items()}
     runs.sort(key=lambda seen: (seen.pack, seen.dist, order(seen.version), seen.side == "patched", seen.variant, seen.machine))
     return History(runs=runs, unreadable=unreadable)
 
@@ -129,7 +141,7 @@ def _seen(path: Path, document: dict[str, Any], pack: Pack, freshness: _Freshnes
         lane=facts["lane"],
         verdict=Verdict(
             outcome=facts["outcome"],
-            reason=facts["reason"],
+            reason=plain(facts["reason"]),
             evidence=facts["evidence"],
             bug_error=facts["bug_error"],
             limit=facts["limit"],
@@ -143,7 +155,14 @@ def _seen(path: Path, document: dict[str, Any], pack: Pack, freshness: _Freshnes
         log_name=facts["log"]["name"],
         log_sha256=facts["log"]["sha256"],
         patch=facts["patch"],
+        **_agreement(facts),
     )
+
+
+def _agreement(facts: Mapping[str, Any]) -> dict[str, int]:
+    words = [run["word"] for run in facts.get("runs", ())]
+    own = next((run["word"] for run in facts.get("runs", ()) if run["log"]["sha256"] == facts["log"]["sha256"]), None)
+    return {"runs": len(words), "agree": words.count(own)} if words else {}
 
 
 class _Freshness:
@@ -155,10 +174,15 @@ class _Freshness:
     def is_stale(self, document: Mapping[str, Any], pack: Pack) -> bool:
         facts = document["predicate"]["reproducer"]
         held = pack.varied(facts["variant"], facts["lane"]).at(facts["version"])
-        key = (pack.name, facts["side"], facts["lane"], *held.requires)
+        key = (pack.name, facts["side"], facts["lane"], facts["variant"], *held.requires)
         if key not in self._today:
-            self._today[key] = held.hashes(facts["side"], lanes.files(facts["lane"]))
-        return receipt.hashes(document) != self._today[key]
+            known = facts["lane"] in lanes.known()
+            # A lane that is gone cannot be run again as it was: what was seen there is stale.
+            self._today[key] = held.hashes(facts["side"], lanes.files(facts["lane"]), facts["variant"]) if known else {}
+        recorded, today = receipt.hashes(document), self._today[key]
+        if facts["schema"] == 1:  # Which did not name them.
+            today = {name: digest for name, digest in today.items() if name != "settings"}
+        return recorded != today
 
 
 @lru_cache(maxsize=65_536)
@@ -175,8 +199,8 @@ def strongest(runs: Iterable[Seen]) -> str:
 
 
 def best(runs: Iterable[Seen]) -> Seen | None:
-    """The run to go by for one cell: a fresh one before a stale one, then the one with the strongest evidence."""
-    return max(runs, key=lambda seen: (not seen.stale, strength(seen.evidence), seen.machine), default=None)
+    """The run to go by for one cell: a fresh one before a stale one, a sound before a flaky, then the strongest evidence."""
+    return max(runs, key=lambda seen: (not seen.stale, not seen.flaky, strength(seen.evidence), seen.machine), default=None)
 
 
 def cured(seen: Seen, sides: Mapping[str, Iterable[Seen]]) -> bool:
@@ -286,7 +310,7 @@ def stretches(runs: Iterable[Seen]) -> list[Stretch]:
         versions = tuple(version for version, _ in group)
         if wrong:
             after = told[told.index(next(item for item in told if item[0] == versions[-1])) + 1 :]
-            ended = next((item for item in after if item[1].outcome in ("REPRODUCED", "ABSENT")), None)
+            ended = next((item for item in after if item[1].outcome in ("REPRODUCED", "ABSENT") and not item[1].flaky), None)
             fixed = ended[0] if ended and ended[1].outcome == "ABSENT" else None
             found.append(Stretch(first=versions[0], last=versions[-1], fixed=fixed, versions=versions))
     return found

@@ -6,34 +6,19 @@ The installed release is never changed. The unified diff between the two is an o
 from __future__ import annotations
 
 import difflib
-import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
-
-from packaging.utils import canonicalize_name
 
 from common.errors import AnchorError, UserError
+from common.integrity import distribution
 from common.transforms import Fix, Transform
-
-if TYPE_CHECKING:
-    from unidiff import PatchedFile
-
-
-def distribution(package: str, site: Path) -> importlib.metadata.Distribution:
-    """The installed distribution ``package`` in the folder ``site``; `UserError` when it is not there."""
-    for found in importlib.metadata.distributions(path=[str(site)]):
-        if canonicalize_name(found.metadata["Name"] or "") == canonicalize_name(package):
-            return found
-    raise UserError(
-        f"{site} holds no installed {package} (no {package.replace('-', '_')}-*.dist-info): "
-        f"make one with 'pip install --no-deps --target DIR {package}==VERSION'."
-    )
 
 
 def load_fix(path: Path) -> Fix:
@@ -65,51 +50,167 @@ def apply_fix(fix: Fix, site: Path, overlay: Path) -> str:
     return diff(site, overlay)
 
 
-def apply_patch(patch: Path, package: str, site: Path, overlay: Path) -> str:
-    """Like `apply_fix`, with somebody else's diff (``git diff`` or ``diff -u``, any path prefix) in place of a fix.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patched:
+    """What somebody's diff came to: the diff of the release's files, and which of its files it is made of.
 
-    Files of the diff that the release does not ship (tests, docs) are passed over; at least one must be shipped.
+    ``skipped`` are no part of the release (tests, docs); ``unsupported`` are, or would be compiled into it, and could not be
+    applied, so that nothing can be said of the whole.
     """
-    import unidiff
 
+    diff: str
+    applied: tuple[str, ...]
+    skipped: tuple[str, ...]
+    unsupported: tuple[str, ...]
+
+
+def apply_patch(patch: Path, package: str, version: str, prefix: str, site: Path, overlay: Path) -> Patched:
+    """Like `apply_fix`, with somebody else's diff (``git diff``, ``git format-patch``, ``diff -u``) in place of a fix.
+
+    ``prefix`` is the folder of the upstream's repository that holds its package ("src/"); paths below it, and paths as they are
+    installed, are the release's. Raises `UserError` where the diff cannot be judged on this release.
+    """
     try:
-        files = list(unidiff.PatchSet(patch.read_text(encoding="utf-8")))
+        text = patch.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"{patch} cannot be read: {error.strerror}.") from error
-    except (unidiff.UnidiffParseError, UnicodeDecodeError) as error:
-        raise UserError(f"{patch} is not a unified diff: {str(error).splitlines()[0]}.") from error
-    if not files:
+    except UnicodeDecodeError as error:
+        raise UserError(f"{patch} is not a unified diff: it is not text.") from error
+    changes = list(_changes(text))
+    if not changes:
         raise UserError(f"{patch} holds no unified diff: make one with 'git diff' or 'diff -u'.")
+    if links := [change.new or change.old for change in changes if change.link]:
+        raise UserError(f"{patch} makes a symbolic link of {links[0]}, which no release holds: take it out of the diff.")
     shipped = {PurePosixPath(str(f)).parts[0] for f in distribution(package, site).files or [] if not _is_metadata(str(f))}
+    sorted_out: dict[str, list[str]] = {"applied": [], "skipped": [], "unsupported": []}
     with _fresh(overlay):
         _copy(site, overlay, shipped)
-        applied = [
-            file
-            for file in files
-            if (prefix := _prefix(file, overlay, shipped)) is not None and _git_apply(patch, file, prefix, overlay)
-        ]
-        if not applied:
-            raise UserError(f"{patch} changes no file that {package} ships; it names {', '.join(f.path for f in files[:3])}.")
-    return diff(site, overlay)
+        for change in changes:
+            kind = _kind(change, prefix, shipped, overlay)
+            if kind == "applied":
+                _git_apply(patch, f"{package} {version}", change, prefix, overlay)
+            name = change.new or change.old
+            if name not in sorted_out[kind]:  # A series of commits may touch a file many times.
+                sorted_out[kind].append(name)
+        if links := [path.name for path in overlay.rglob("*") if path.is_symlink()]:
+            raise UserError(f"{patch} makes a symbolic link of {links[0]}, which no release holds: take it out of the diff.")
+        made = diff(site, overlay)
+        if not sorted_out["applied"]:
+            names = ", ".join(dict.fromkeys(change.new or change.old for change in changes))
+            raise UserError(
+                f"{patch} changes no file of {package} that can be applied: its Python files are below "
+                f"{', '.join(f'{prefix}{top}' for top in sorted(shipped)[:3])}, and it names {names[:300]}."
+            )
+        if not made:
+            raise UserError(f"{patch} changes nothing in {package} {version}: what it does is there already.")
+    return Patched(
+        diff=made,
+        applied=tuple(sorted_out["applied"]),
+        skipped=tuple(sorted_out["skipped"]),
+        unsupported=tuple(sorted_out["unsupported"]),
+    )
+
+
+def plain_name(name: str) -> str:
+    """A name for a file or folder made from somebody's: no path, no hidden file, nothing that a shell or Markdown reads."""
+    return re.sub(r"[^A-Za-z0-9._+-]+", "-", name)[:100].strip(".-+_") or "patch"
 
 
 def diff(site: Path, overlay: Path) -> str:
-    """Unified diff, with ``a/`` and ``b/`` prefixes, of the overlay's text files against the release's."""
+    """Unified diff, with ``a/`` and ``b/`` prefixes, of the overlay's text files against the release's; deletions, too."""
     parts: list[str] = []
-    for new in sorted(p for p in overlay.rglob("*") if p.is_file()):
-        name = new.relative_to(overlay).as_posix()
-        old = site / name
-        before, after = old.read_bytes() if old.exists() else b"", new.read_bytes()
-        if before == after:
+    tops = [entry.name for entry in overlay.iterdir()]
+    names = {p.relative_to(overlay).as_posix() for p in overlay.rglob("*") if p.is_file()}
+    names |= {p.relative_to(site).as_posix() for top in tops for p in (site / top).rglob("*") if p.is_file()}
+    for name in sorted(name for name in names if not name.endswith(".pyc")):
+        old, new = site / name, overlay / name
+        before, after = (path.read_bytes() if path.exists() else b"" for path in (old, new))
+        if before == after and old.exists() == new.exists():
             continue
         lines = difflib.unified_diff(
             before.decode("utf-8", "replace").splitlines(keepends=True),
             after.decode("utf-8", "replace").splitlines(keepends=True),
             f"a/{name}" if old.exists() else "/dev/null",
-            f"b/{name}",
+            f"b/{name}" if new.exists() else "/dev/null",
         )
         parts += [line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines]
     return "".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Change:
+    """One file of a diff: its path before and after ("" where it is not there), and its text for git."""
+
+    old: str
+    new: str
+    text: str
+    binary: bool = False
+    link: bool = False
+
+
+def _changes(text: str) -> Iterator[_Change]:
+    """The files of a diff as git writes it, or as ``diff -u`` does."""
+    if not re.search(r"^diff --git ", text, re.MULTILINE):
+        import unidiff
+
+        try:
+            for file in unidiff.PatchSet(text):
+                old, new = (re.sub(r"^[ab]/", "", str(name).split("\t")[0]) for name in (file.source_file, file.target_file))
+                yield _Change(old="" if old == "/dev/null" else old, new="" if new == "/dev/null" else new, text=str(file))
+        except unidiff.UnidiffParseError as error:
+            raise UserError(f"The diff is not whole: {str(error).splitlines()[0]}.") from error
+        return
+    for part in re.split(r"^(?=diff --git )", text, flags=re.MULTILINE)[1:]:
+        head = re.split(r"^@@ ", part, maxsplit=1, flags=re.MULTILINE)[0]
+        same = re.match(r'diff --git "?a/(.*?)"? "?b/(.*?)"?$', head, re.MULTILINE)
+        old, new = (same[1], same[2]) if same else ("", "")
+        if renamed := re.search(r"^(?:rename|copy) from (.*)\n(?:rename|copy) to (.*)$", head, re.MULTILINE):
+            old, new = renamed[1], renamed[2]
+        yield _Change(
+            old="" if re.search(r"^new file mode|^copy from", head, re.MULTILINE) else old,
+            new="" if re.search(r"^deleted file mode", head, re.MULTILINE) else new,
+            text=part,
+            binary=bool(re.search(r"^Binary files |^GIT binary patch", head, re.MULTILINE)) or '"' in head.splitlines()[0],
+            link=bool(re.search(r"mode 120000$|^index \S+ 120000$", head, re.MULTILINE)),
+        )
+
+
+#: Sources of compiled code: what a change of them does is not in a release that is only installed.
+_COMPILED = re.compile(r"\.(?:c|cc|cpp|cxx|cu|cuh|h|hpp|inl|pyx|pxd|rs|so|pyd|mlir|td)$")
+#: Files and folders at the top of a repository that are no part of what it installs.
+_ASIDE = re.compile(
+    r"(?:tests?|docs?|examples?|benchmarks?|scripts?|tools?|ci|\.[^/]*)/|[^/]*\.(?!py$)[^/]*$|(?:setup|conftest|noxfile)\.py$"
+)
+
+
+def _kind(change: _Change, prefix: str, shipped: set[str], overlay: Path) -> str:
+    """Whether a file of a diff is "applied", "skipped" as no part of the release, or "unsupported"."""
+    places = [_place(name, prefix, shipped) for name in (change.old, change.new) if name]
+    name = change.new or change.old
+    if not any(places):
+        new_module = not change.old and (
+            ("/" not in name and name.endswith(".py")) or (name.count("/") == 1 and name.endswith("/__init__.py"))
+        )
+        return "unsupported" if _COMPILED.search(name) or (new_module and not _ASIDE.match(name)) else "skipped"
+    before = _place(change.old, prefix, shipped) if change.old else ""
+    there = before is not None and bool(before) and (overlay / before).is_file()
+    if change.binary or not all(places):
+        return "unsupported"
+    if _COMPILED.search(name) and not there:
+        return "unsupported"
+    if change.old and not there:
+        # A part of the repository that this release does not hold, or a file that is gone, which git will say.
+        assert before is not None
+        return "applied" if change.new and (overlay / before).parent.is_dir() else "skipped"
+    # A module at the top cannot be hidden by an overlay that lacks it.
+    return "unsupported" if not change.new and before and "/" not in before else "applied"
+
+
+def _place(name: str, prefix: str, shipped: set[str]) -> str | None:
+    """Where a path of the upstream's repository is installed; None for one that is no part of the package."""
+    if prefix and name.startswith(prefix):
+        return name[len(prefix) :]
+    return name if PurePosixPath(name).parts[0] in shipped else None
 
 
 def _transform(path: Path, file: str, transforms: Sequence[Transform]) -> None:
@@ -156,39 +257,34 @@ def _is_metadata(path: str) -> bool:
     return first.endswith((".dist-info", ".data")) or first in ("..", "__pycache__") or first.endswith(".pth")
 
 
-def _prefix(file: PatchedFile, overlay: Path, shipped: set[str]) -> int | None:
-    """How many leading folders of a diff's path to strip for it to name a shipped file; None for a file not shipped."""
-    is_new = bool(file.is_added_file)
-    raw = str(file.target_file if is_new else file.source_file)
-    parts = PurePosixPath(raw.split("\t")[0]).parts
-    for strip in range(len(parts)):
-        rest = parts[strip:]
-        if rest[0] in shipped and (is_new or overlay.joinpath(*rest).is_file()):
-            return strip
-    return None
-
-
-def _git_apply(patch: Path, file: PatchedFile, strip: int, overlay: Path) -> bool:
+def _git_apply(patch: Path, release: str, change: _Change, prefix: str, overlay: Path) -> None:
     """Let git apply one file's hunks (it allows moved lines, not changed context); `UserError` when it will not."""
     git = shutil.which("git")
     if git is None:
         raise UserError("--patch needs git to apply a diff: install git, or apply the diff yourself and use --release-path.")
-    done = subprocess.run(
-        [git, "apply", f"-p{strip}", "--whitespace=nowarn", "-"],
-        input=str(file),
-        text=True,
-        cwd=overlay,
-        capture_output=True,
-        # Inside a checkout git would take the paths as the checkout's own and pass over them without a word.
-        env={**os.environ, "GIT_CEILING_DIRECTORIES": str(overlay.parent), "LC_ALL": "C"},
-    )
+    name = change.old or change.new
+    strip = 1 + (prefix.count("/") if prefix and name.startswith(prefix) else 0)
+    text = change.text
+    if not text.startswith("diff --git"):  # As diff -u names them: nothing but a path to strip.
+        text = re.sub(r"^(---|\+\+\+) (?!/dev/null)(?:[ab]/)?", r"\1 x/", text, count=2, flags=re.MULTILINE)
+
+    def apply(*options: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [git, "apply", f"-p{strip}", "--whitespace=nowarn", *options, "-"],
+            input=text,
+            text=True,
+            cwd=overlay,
+            capture_output=True,
+            # Inside a checkout git would take the paths as the checkout's own and pass over them without a word.
+            env={**os.environ, "GIT_CEILING_DIRECTORIES": str(overlay.parent), "LC_ALL": "C"},
+        )
+
+    done = apply()
     if done.returncode:
-        why = (
-            done.stderr.strip().splitlines()[-1].removeprefix("error: ")
-            if done.stderr.strip()
-            else f"git apply exited with {done.returncode}"
-        )
+        if apply("--reverse", "--check").returncode == 0:
+            raise UserError(f"{patch} is contained in {release} already: {name} has its change.")
+        said = [line.removeprefix("error: ") for line in done.stderr.strip().splitlines() if line.startswith("error: ")]
+        why = "; ".join(said[:2]) or f"git apply exited with {done.returncode}"
         raise UserError(
-            f"{patch} does not apply to this release: {why}. Take a diff made against it, or choose another --release."
+            f"{patch} does not apply to {release}: {why}. Take a diff made against it, or choose another --release."
         )
-    return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -25,8 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKS = ROOT / "packs"
 
 KINDS = ("wrong-result", "crash", "capture", "compile", "memory", "refactor", "contract", "selftest")
-#: What a release may be expected to show. ERROR is a fault of the harness, so only the self-test may expect it.
-OUTCOMES = ("REPRODUCED", "ABSENT", "CHANGED", "UNTESTABLE", "ERROR")
+#: What a release may be expected to show. ERROR is the harness's fault and INFRA the machine's, so only the self-test may.
+OUTCOMES = ("REPRODUCED", "ABSENT", "CHANGED", "UNTESTABLE", "ERROR", "INFRA")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +82,8 @@ class Pack:
     python: str | None
     #: Packages that stand beside the release in its environment, without their dependencies, built as ``build`` says.
     beside: tuple[str, ...]
+    #: The folder of the upstream's repository that its package lies in ("src/"), for diffs made there.
+    prefix: str
     #: The folders of the upstream's repository that its wheels hold, for commits.
     tree: tuple[str, ...]
     #: Packs whose fix.py this one's takes edits from.
@@ -128,30 +131,60 @@ class Pack:
         more = [pins for releases, pins in self.companions if releases.contains(Version(version), prereleases=True)]
         return replace(self, requires=(*self.requires, *(pin for pins in more for pin in pins))) if more else self
 
-    def hashes(self, side: str, lane_files: Iterable[Path] = ()) -> dict[str, str]:
-        """sha256 of each file that decides what a run of ``side`` shows; a receipt with others is stale."""
+    def hashes(self, side: str, lane_files: Iterable[Path] = (), variant: str = "") -> dict[str, str]:
+        """sha256 of all that decides what a run of ``side`` shows: files, pins and settings. A receipt with others is stale."""
         fixes = [self.fix, *(find(name, self.folder.parent).fix for name in self.fix_from)]
         files = [self.script, *lane_files] + (fixes if side == "patched" else [])
         hashes = {_label(self.folder, f): hashlib.sha256(f.read_bytes()).hexdigest() for f in files if f.exists()}
         hashes["requires"] = hashlib.sha256("\n".join(self.requires).encode()).hexdigest()
+        hashes["settings"] = hashlib.sha256(json.dumps(self._settings(variant), sort_keys=True).encode()).hexdigest()
         return hashes
+
+    def _settings(self, variant: str) -> dict[str, Any]:
+        """What else a run's outcome may rest on. Arguments without a name are the variant's name themselves."""
+        own = self.variants.get(variant)
+        return {
+            "arguments": own.arguments if own else (),
+            "as_files": self.as_files,
+            "beside": self.beside,
+            "build": dict(self.build),
+            "memory": self.memory,
+            "timeout": self.timeout,
+            "wheels": hashlib.sha256((self.folder / self.wheels).read_bytes()).hexdigest() if self.wheels else None,
+        }
 
 
 def _label(folder: Path, file: Path) -> str:
     return file.name if file.parent == folder else f"{file.parent.name.partition('_')[0]}/{file.name}"
 
 
-def all_packs(packs: Path = PACKS) -> list[Pack]:
-    return [load(folder) for folder in sorted(packs.glob("pack[0-9][0-9]_*")) if folder.is_dir()]
+def all_packs(packs: Path = PACKS, problems: list[str] | None = None) -> list[Pack]:
+    """Every pack in a folder. With ``problems``, one that is not sound is said there and left out; else it is a `UserError`."""
+    found = []
+    for folder in _folders(packs):
+        try:
+            found.append(find(folder.name.partition("_")[0], packs))
+        except UserError as error:
+            if problems is None:
+                raise
+            problems.append(str(error))
+    return found
+
+
+def _folders(packs: Path) -> list[Path]:
+    return sorted(folder for folder in packs.glob("pack[0-9][0-9]_*") if folder.is_dir())
 
 
 def find(name: str, packs: Path = PACKS) -> Pack:
     """The pack called ``pack09``, ``09``, ``9`` or by its whole folder name."""
-    folders = sorted(folder for folder in packs.glob("pack[0-9][0-9]_*") if folder.is_dir())
+    folders = _folders(packs)
     short = f"pack{int(name):02d}" if name.isdecimal() else name
-    for folder in folders:
-        if short in (folder.name, folder.name.partition("_")[0]):
-            return load(folder)
+    found = [folder for folder in folders if short in (folder.name, folder.name.partition("_")[0])]
+    if len(found) > 1:
+        names = " and ".join(folder.name for folder in found)
+        raise UserError(f"There are two packs of the number {found[0].name[4:6]}, {names}: give one of them another number.")
+    if found:
+        return load(found[0])
     known = ", ".join(folder.name.partition("_")[0] for folder in folders) or "none"
     raise UserError(f"There is no pack {name!r}; the packs here are: {known}.")
 
@@ -193,6 +226,12 @@ class _Reader:
             raise self.fail(key, "must be a list of strings")
         return tuple(values)
 
+    def addresses(self, key: str) -> tuple[str, ...]:
+        for thread in self.strings(key, []):
+            if not re.fullmatch(r"[A-Za-z0-9._-]+/[A-Za-z0-9._-]+#\d+|https?://[^\s<>\"'()]+", thread):
+                raise self.fail(key, f"has {thread!r}, which is neither owner/name#number nor an http(s) address")
+        return self.strings(key, [])
+
     def positive(self, key: str, default: float) -> float:
         value = float(self.get(key, (int, float), default))
         if not value > 0:
@@ -222,7 +261,7 @@ class _Reader:
             kind=kind,
             lanes=self.strings("lanes"),
             requires=requires,
-            threads=self.strings("threads", []),
+            threads=self.addresses("threads"),
             fixed=self.get("fixed", dict, {}),
             pinned=pinned,
             expected=tuple(self.expectations(kind)),
@@ -233,6 +272,7 @@ class _Reader:
             pins=dict(self.lane_pins()),
             python=self.python(),
             beside=self.requirements("beside", self.strings("beside", [])),
+            prefix=self.prefix(),
             tree=self.strings("tree", []),
             fix_from=self.strings("fix_from", []),
             as_files=self.get("as_files", bool, False),
@@ -269,6 +309,12 @@ class _Reader:
         if not re.fullmatch(r"3\.\d+", version := self.get("python", str)):
             raise self.fail("python", f"must be a version such as '3.12', not {version!r}")
         return version if sys.version_info < tuple(map(int, version.split("."))) else None
+
+    def prefix(self) -> str:
+        prefix: str = self.get("prefix", str, "")
+        if prefix and not re.fullmatch(r"(?:[A-Za-z0-9_-][A-Za-z0-9._-]*/)+", prefix):
+            raise self.fail("prefix", f"must be a folder such as 'src/', not {prefix!r}")
+        return prefix
 
     def lane_pins(self) -> Iterable[tuple[str, tuple[str, ...]]]:
         for lane, listed in self.get("pins", dict, {}).items():
@@ -319,7 +365,7 @@ class _Reader:
             ):
                 raise self.fail(key, "must be a table { verdict = ..., why = ... }")
             outcome, _, reason = value["verdict"].partition(": ")
-            if outcome not in OUTCOMES or (outcome == "ERROR" and kind != "selftest"):
+            if outcome not in OUTCOMES or (outcome in ("ERROR", "INFRA") and kind != "selftest"):
                 raise self.fail(key, f"has verdict {value['verdict']!r}; it must start with one of {', '.join(OUTCOMES[:4])}")
             if outcome == "UNTESTABLE" and not reason:
                 raise self.fail(key, "must say why it is untestable, as in 'UNTESTABLE: import'")

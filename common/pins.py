@@ -79,8 +79,12 @@ def advise(package: str, packs: Iterable[Pack], stored: History, *, offered: Map
         Verdicts(
             version=version,
             wrong=[name for name, seen in found.items() if seen.outcome == "REPRODUCED"],
-            right=[name for name, seen in found.items() if seen.outcome == "ABSENT"],
-            untold={name: str(seen.verdict) for name, seen in found.items() if seen.outcome not in ("REPRODUCED", "ABSENT")},
+            right=[name for name, seen in found.items() if seen.outcome == "ABSENT" and not seen.flaky],
+            untold={
+                name: seen.word if seen.flaky else str(seen.verdict)
+                for name, seen in found.items()
+                if seen.outcome not in ("REPRODUCED", "ABSENT") or (seen.flaky and seen.outcome == "ABSENT")
+            },
             barred=_barred(version, offered),
         )
         for version, found in sorted(verdicts.items(), key=lambda item: order(item[0]), reverse=True)

@@ -120,7 +120,11 @@ def peaks(runs: Iterable[Seen], title: str) -> str | None:
         for way, colour, marker in zip(ways, (GOOD, BAD, CONTROL, LIMIT), "osx^", strict=False):
             values = [found[length].get(way) for length in lengths]
             axes.plot(
-                [int(length) for length in lengths], [v or float("nan") for v in values], f"{marker}-", color=colour, label=way
+                [int(length) for length in lengths],
+                [v or float("nan") for v in values],
+                f"{marker}-",
+                color=colour,
+                label=way.replace("$", r"\$"),
             )
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
@@ -137,7 +141,12 @@ def _peaks(seen: Seen) -> dict[str, dict[str, float | None]]:
     if not seen.variant or seen.side != "patched" or seen.outcome != "ABSENT":
         return {}
     metric = seen.document()["predicate"]["reproducer"]["metrics"].get("peak_gib")
-    return metric if metric and all(name.isdecimal() and isinstance(row, dict) for name, row in metric.items()) else {}
+    rows = list(metric.items()) if isinstance(metric, dict) else []
+    sound = all(
+        name.isdecimal() and isinstance(row, dict) and all(v is None or isinstance(v, int | float) for v in row.values())
+        for name, row in rows
+    )
+    return dict(rows) if sound else {}
 
 
 def _finished(figure: Any, axes: Any, title: str) -> str:

@@ -19,19 +19,29 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pool:
-    """``stop`` ends what runs in this process, None where runs are elsewhere; ``ask`` calls a function where runs run."""
+    """``stop`` ends what runs in this process, None where runs are elsewhere; ``ask`` calls a function where runs run.
+
+    ``cancel`` ends the work at once, that which waits and that which runs.
+    """
 
     executor: Executor
     stop: threading.Event | None
     ask: Callable[[Callable[[], Any]], Any]
     where: str
+    cancel: Callable[[], None]
 
 
 @contextmanager
 def threads(jobs: int) -> Iterator[Pool]:
     """``jobs`` runs at a time; a thread only waits for the process that it has started."""
     with ThreadPoolExecutor(max_workers=jobs) as executor:
-        yield Pool(executor=executor, stop=threading.Event(), ask=lambda function: function(), where=f"{jobs} at a time")
+        stop = threading.Event()
+
+        def cancel() -> None:
+            stop.set()
+            executor.shutdown(wait=True, cancel_futures=True)
+
+        yield Pool(executor=executor, stop=stop, ask=lambda function: function(), where=f"{jobs} at a time", cancel=cancel)
 
 
 @contextmanager
@@ -56,8 +66,11 @@ def cluster(address: str, jobs: int | None = None) -> Iterator[Pool]:
             ) from error
         try:
             workers = len(client.nthreads())
+            executor = client.get_executor(pure=False)
             yield Pool(
-                executor=client.get_executor(pure=False),
+                executor=executor,
+                # What a worker runs goes on until it ends; only a cluster of our own ends with us.
+                cancel=lambda: executor.shutdown(wait=False),
                 stop=None,
                 ask=lambda function: _one_answer(client.run(function), function),
                 where=f"dask, {workers} worker(s), dashboard {client.dashboard_link}",

@@ -1,13 +1,16 @@
 """Run one command with limits on time, memory and output, and leave nothing of it running.
 
-Knows nothing of packs: command in, what happened out.
+Knows nothing of packs: command in, what happened out. A `warden` starts the command; see there for what cannot escape.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import select
 import signal
 import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -16,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import psutil
 
@@ -24,6 +26,9 @@ import psutil
 KEEP = 256 * 1024
 #: Marks every process that a command starts, also one that has left its process group and its parent.
 MARKER = "REPRODUCER_CELL"
+WARDEN = Path(__file__).with_name("warden.py")
+#: Seconds that the warden gets to kill what it has started.
+PATIENCE = 10.0
 
 
 class Interrupted(Exception):
@@ -34,8 +39,9 @@ class Interrupted(Exception):
 class Ended:
     """How a command ended.
 
-    ``stopped`` is "timeout" or "memory" where the limit ended it. ``seconds`` is wall-clock time, ``peak_rss`` the largest
-    sum of resident memory over its processes, in bytes, sampled every 0.1 s. ``cut`` counts the output's bytes not kept.
+    ``stopped`` is "timeout" or "memory" where the limit ended it, "lost" where its warden was killed and it is not known how
+    it ended. ``seconds`` is wall-clock time, ``peak_rss`` the largest sum of resident memory over its processes, in bytes,
+    sampled every 0.1 s. ``cut`` counts the output's bytes not kept.
     """
 
     output: str
@@ -64,74 +70,172 @@ def run(
     """
     mark = mark or uuid.uuid4().hex
     started = time.monotonic()
-    process = subprocess.Popen(
-        command,
-        env={**env, MARKER: mark},
-        cwd=cwd,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    reader = _Reader(process.stdout)
-    stopped, peak = None, 0
-    try:
-        while process.poll() is None:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(0.1)
-                break
-            peak = max(peak, _resident(process.pid))
-            if time.monotonic() - started > timeout:
-                stopped = "timeout"
-            elif peak > memory:
-                stopped = "memory"
-            if stopped:
-                break
-            if stop is not None and stop.is_set():
-                raise Interrupted
-    finally:
-        stragglers = _kill(process.pid, mark)
-        code = process.wait()
-        reader.join()
+    told, tell = os.pipe()
+    with _ControlGroup(mark) as group:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(WARDEN), str(tell), str(os.getpid()), *group.argument, "--", *command],
+            env={**env, MARKER: mark},
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=(tell,),
+        )
+        os.close(tell)
+        assert process.stdout is not None
+        reader = _Reader(process.stdout.fileno())
+        stopped, peak = None, 0
+        try:
+            while process.poll() is None:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(0.1)
+                    break
+                peak = max(peak, _resident(process.pid, group.members()))
+                if time.monotonic() - started > timeout:
+                    stopped = "timeout"
+                elif peak > memory:
+                    stopped = "memory"
+                if stopped:
+                    break
+                if stop is not None and stop.is_set():
+                    raise Interrupted
+        finally:
+            # The warden kills what it has started; it is killed only where it does not come to an end.
+            process.terminate()
+            try:
+                process.wait(PATIENCE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            group.kill()
+            escaped = kill_marked(mark, but=process.pid)
+            reader.end()
+            process.stdout.close()
+            with os.fdopen(told, "rb") as status:
+                said = status.read(1024) if select.select([status], [], [], 0)[0] else b""
+    ended = json.loads(said) if said else {}
+    code = ended.get("code")
+    if code is None and stopped is None:
+        stopped = "lost"
     return Ended(
         output=reader.text(),
-        exit=None if stopped or code < 0 else code,
-        signal=signal.Signals(-code).name if code < 0 and not stopped else None,
+        exit=None if stopped or code is None or code < 0 else code,
+        signal=signal.Signals(-code).name if not stopped and code is not None and code < 0 else None,
         stopped=stopped,
         seconds=round(time.monotonic() - started, 2),
         peak_rss=peak,
         cut=reader.cut,
-        stragglers=stragglers,
+        stragglers=int(ended.get("stragglers", 0)) + escaped,
     )
 
 
-class _Reader(threading.Thread):
-    """Drains a pipe, keeping only its start and its end, so that 100 MB of output cost neither memory nor disk."""
+class _ControlGroup:
+    """A control group (cgroup v2) of its own below the caller's, where the system lets us make one; else it holds nothing.
 
-    def __init__(self, pipe: IO[bytes]) -> None:
+    What is started in it stays in it, whatever it does with its sessions and parents.
+    https://docs.kernel.org/admin-guide/cgroup-v2.html
+    """
+
+    def __init__(self, mark: str) -> None:
+        self.path: Path | None = None
+        above = _own_cgroup()
+        if above is not None:
+            with suppress(OSError):
+                (above / f"reproducer-{mark}").mkdir()
+                self.path = above / f"reproducer-{mark}"
+
+    @property
+    def argument(self) -> list[str]:
+        return [str(self.path)] if self.path else []
+
+    def __enter__(self) -> _ControlGroup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        for _attempt in range(50) if self.path else ():
+            try:
+                Path(str(self.path)).rmdir()
+                return
+            except OSError:  # Its last process is not yet reaped.
+                time.sleep(0.02)
+
+    def members(self) -> list[int]:
+        with suppress(OSError):
+            if self.path:
+                return [int(line) for line in (self.path / "cgroup.procs").read_text().split()]
+        return []
+
+    def kill(self) -> None:
+        if self.path is None:
+            return
+        with suppress(OSError):
+            (self.path / "cgroup.kill").write_text("1")
+        for pid in self.members():  # Linux before 5.14 has no cgroup.kill.
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _own_cgroup() -> Path | None:
+    """The folder of this process's cgroup (v2), if there is one."""
+    with suppress(OSError, ValueError):
+        mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
+        mount = next((line.split()[4] for line in mounts if " - cgroup2 " in line), None)
+        entry = next((line for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::")), None)
+        if mount and entry:
+            return Path(mount) / entry[3:].lstrip("/")
+    return None
+
+
+class _Reader(threading.Thread):
+    """Drains a pipe, keeping only its start and its end, so that 100 MB of output cost neither memory nor disk.
+
+    It never waits for the pipe to be closed: a process that got away may hold it open for ever.
+    """
+
+    def __init__(self, pipe: int) -> None:
         super().__init__(daemon=True)
         self.pipe = pipe
         self.head = b""
         self.tail: deque[bytes] = deque()
         self.cut = 0
+        self._size = 0
+        self._until: float | None = None
+        os.set_blocking(pipe, False)
         self.start()
 
     def run(self) -> None:
-        size = 0
-        while chunk := os.read(self.pipe.fileno(), 65536):
-            room = KEEP - len(self.head)
-            self.head += chunk[:room]
-            if rest := chunk[room:]:
-                self.tail.append(rest)
-                size += len(rest)
-            while self.tail and size - len(self.tail[0]) >= KEEP:
-                size -= len(self.tail[0])
-                self.cut += len(self.tail.popleft())
+        waiting = select.poll()
+        waiting.register(self.pipe, select.POLLIN | select.POLLHUP)
+        while True:
+            late = self._until is not None
+            if not waiting.poll(0 if late else 100):
+                if late:
+                    return  # Nothing is left in it.
+                continue
+            with suppress(BlockingIOError):
+                chunk = os.read(self.pipe, 65536)
+                if not chunk:
+                    return
+                self._keep(chunk)
+            if self._until is not None and time.monotonic() > self._until:
+                return
 
-    def join(self, timeout: float | None = None) -> None:
-        super().join(timeout)
-        self.pipe.close()
+    def _keep(self, chunk: bytes) -> None:
+        room = KEEP - len(self.head)
+        self.head += chunk[:room]
+        if rest := chunk[room:]:
+            self.tail.append(rest)
+            self._size += len(rest)
+        while self.tail and self._size - len(self.tail[0]) >= KEEP:
+            self._size -= len(self.tail[0])
+            self.cut += len(self.tail.popleft())
+
+    def end(self) -> None:
+        """Take what is in the pipe, for two seconds at most, and stop."""
+        self._until = time.monotonic() + 2
+        self.join()
 
     def text(self) -> str:
         head = self.head.decode("utf-8", "backslashreplace")
@@ -139,21 +243,16 @@ class _Reader(threading.Thread):
         return f"{head}\n[… {self.cut} bytes cut …]\n{tail}" if self.cut else head + tail
 
 
-def _resident(pid: int) -> int:
+def _resident(warden: int, members: Sequence[int]) -> int:
+    """Resident memory, in bytes, of all that the warden has started."""
     total = 0
+    pids = set(members)
     with suppress(psutil.Error):
-        root = psutil.Process(pid)
-        for process in (root, *root.children(recursive=True)):
-            with suppress(psutil.Error):
-                total += process.memory_info().rss
+        pids |= {process.pid for process in psutil.Process(warden).children(recursive=True)}
+    for pid in pids:
+        with suppress(psutil.Error):
+            total += psutil.Process(pid).memory_info().rss
     return total
-
-
-def _kill(group: int, mark: str) -> int:
-    """Kill the command's process group, then whatever else carries its mark; returns how many others there were."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)
-    return kill_marked(mark, but=group)
 
 
 def kill_marked(mark: str, *, but: int = 0) -> int:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import platform
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +24,18 @@ from common.errors import UserError, writing
 from common.files import locked, write_atomically
 from common.grade import Verdict
 
-SCHEMA = 1
+SCHEMA = 2
 STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE = "https://in-toto.io/attestation/test-result/v0.1"
+#: Folders in results/ that are no machine's: what is made to be attached, and runs under review.
+NO_RECORD = ("attach", "badges", "review")
 #: in-toto's word for each outcome: does the release (or the fix) pass the test that the bug is not there?
-RESULT = {"ABSENT": "PASSED", "NOTHING_TO_PATCH": "PASSED", "REPRODUCED": "FAILED"}
+_RESULT: Mapping[str, str] = {
+    "ABSENT": "PASSED",
+    "NOTHING_TO_PATCH": "PASSED",
+    "NOTHING_TO_FIX": "PASSED",
+    "REPRODUCED": "FAILED",
+}
 
 
 class NewerReceipt(UserError):
@@ -55,6 +62,10 @@ class Cell:
         return " ".join(filter(None, (self.pack, self.dist, self.version, self.side, self.variant)))
 
 
+def result(verdict: Verdict) -> str:
+    return _RESULT.get(verdict.outcome, "WARNED")
+
+
 def statement(
     cell: Cell,
     verdict: Verdict,
@@ -68,8 +79,9 @@ def statement(
     started: str,
     log_name: str,
     log_sha256: str,
-    patch: Mapping[str, str] | None,
+    patch: Mapping[str, Any] | None,
     settings: Mapping[str, str],
+    sandbox: bool = False,
 ) -> dict[str, Any]:
     """The receipt of one run, ready to be written; everything in it is already free of private words."""
     installed = environment.distributions() if environment else []
@@ -78,7 +90,7 @@ def statement(
         "subject": [dict(subject)],
         "predicateType": PREDICATE,
         "predicate": {
-            "result": RESULT.get(verdict.outcome, "WARNED"),
+            "result": result(verdict),
             "configuration": [{"name": name, "digest": {"sha256": digest}} for name, digest in sorted(hashes.items())],
             "passedTests": list(verdict.passed),
             "failedTests": list(verdict.failed),
@@ -108,7 +120,8 @@ def statement(
                 "seconds": closing.get("seconds", 0.0),
                 "peak_rss": closing.get("peak_rss", 0),
                 "log": {"name": log_name, "sha256": log_sha256, "cut": closing.get("cut", 0)},
-                "patch": dict(patch) if patch else None,
+                "patch": {name: value for name, value in patch.items() if name != "unpatched"} if patch else None,
+                **({"sandbox": True} if sandbox else {}),
                 "environment": {
                     "python": platform.python_version(),
                     "platform": f"{platform.system()} {platform.machine()}",
@@ -124,11 +137,19 @@ def statement(
     }
 
 
-def write(results: Path, cell: Cell, log: str, receipt: dict[str, Any], *, machine: str) -> Path:
+def write(
+    results: Path,
+    cell: Cell,
+    log: str,
+    receipt: dict[str, Any],
+    *,
+    machine: str,
+    other_logs: Mapping[str, str] | None = None,
+) -> Path:
     """Write log and receipt; after a kill at any moment the old pair or the new one is there, whole.
 
-    The log goes first, under a name of its own (its hash); the receipt, which names it, replaces the old one in one step;
-    then the logs that no receipt names any more go.
+    The logs go first, under names of their own (their hashes); the receipt, which names them, replaces the old one in one
+    step; then the logs that no receipt names any more go.
     """
     schema.validate("receipt", receipt)
     folder = results / machine / cell.pack
@@ -136,18 +157,20 @@ def write(results: Path, cell: Cell, log: str, receipt: dict[str, Any], *, machi
     path = folder / f"{cell.stem}.json"
     # Two writers of one cell would each take the other's log for an old one.
     with prepared(results, machine):
-        was_there = (folder / log_name).exists()
+        texts = {**(other_logs or {}), log_name: log}
+        new = [name for name in texts if not (folder / name).exists()]
         try:
-            write_atomically(folder / log_name, log)
-            write_atomically(path, json.dumps(receipt, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+            for name, text in texts.items():
+                write_atomically(folder / name, text)
+            write_atomically(path, json.dumps(receipt, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n")
         except BaseException:
-            if not was_there:
+            for name in new:
                 with suppress(OSError):
-                    (folder / log_name).unlink()
+                    (folder / name).unlink()
             raise
         pattern = re.compile(rf"{re.escape(cell.stem)}\.[0-9a-f]{{12}}\.log")
         for old in folder.glob(f"{cell.stem}.*.log"):
-            if pattern.fullmatch(old.name) and old.name != log_name:
+            if pattern.fullmatch(old.name) and old.name not in texts:
                 with suppress(OSError):
                     old.unlink()
     return path
@@ -164,6 +187,22 @@ def prepared(results: Path, machine: str) -> Iterator[None]:
         yield
 
 
+def majority(runs: Sequence[tuple[dict[str, Any], str, str]]) -> tuple[dict[str, Any], str, dict[str, str]]:
+    """Of several runs of one cell, (receipt, log, word) each, the record: one that shows what most of them show.
+
+    Returns its receipt, which names them all, its log, and the other logs by file name.
+    """
+    words = [word for _, _, word in runs]
+    chosen, log, _ = max(runs, key=lambda run: words.count(run[2]))
+    facts = chosen["predicate"]["reproducer"]
+    listed = [document["predicate"]["reproducer"] for document, _, _ in runs]
+    facts["runs"] = [
+        {"word": word, "started": each["started"], "log": {name: each["log"][name] for name in ("name", "sha256")}}
+        for each, word in zip(listed, words, strict=True)
+    ]
+    return chosen, log, {each["log"]["name"]: text for each, (_, text, _) in zip(listed, runs, strict=True)}
+
+
 def log_name(cell: Cell, log: str) -> tuple[str, str]:
     """File name and sha256 of a log."""
     sha256 = hashlib.sha256(log.encode()).hexdigest()
@@ -173,11 +212,19 @@ def log_name(cell: Cell, log: str) -> tuple[str, str]:
 def read(path: Path) -> dict[str, Any]:
     """A receipt, checked against the schema; `UserError` in one sentence when it is not a whole one of ours."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        raw = json.loads(text)
     except OSError as error:
         raise UserError(f"The receipt {path} cannot be read: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"The receipt {path} is not whole JSON ({error}): delete it and run its cell again.") from error
+    if "\\ud" in text.lower():
+        try:
+            json.dumps(raw, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"The receipt {path} holds half a character ({error.reason}): delete it and run its cell again."
+            ) from error
     version = _dig(raw, "predicate", "reproducer", "schema")
     if isinstance(version, int) and version > SCHEMA:
         raise NewerReceipt(f"The receipt {path} has schema {version}; this runner knows {SCHEMA}: update the checkout.")
@@ -189,17 +236,49 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def read_log(path: Path, receipt: Mapping[str, Any]) -> str:
-    """The log that a receipt at ``path`` names, checked against its hash."""
-    named = receipt["predicate"]["reproducer"]["log"]
+def check_place(path: Path, receipt: Mapping[str, Any]) -> None:
+    """`UserError` where a receipt lies under another name than its own: it would speak of another release."""
+    facts = receipt["predicate"]["reproducer"]
+    cell = Cell(**{name: facts[name] for name in ("pack", "dist", "version", "side", "variant")})
+    if path.name != f"{cell.stem}.json" or path.parent.name != cell.pack:
+        raise UserError(f"The receipt {path} is of {cell.pack}/{cell.stem}.json: put it there, or delete it.")
+
+
+def read_log(path: Path, receipt: Mapping[str, Any], named: Mapping[str, Any] | None = None) -> str:
+    """The log that a receipt at ``path`` names (or another of its runs, ``named``), checked against its hash."""
+    named = named or receipt["predicate"]["reproducer"]["log"]
     file = path.parent / named["name"]
     try:
-        text: bytes = file.read_bytes()
+        data: bytes = file.read_bytes()
     except OSError as error:
         raise UserError(f"The log {file} of receipt {path.name} cannot be read: {error.strerror}.") from error
-    if hashlib.sha256(text).hexdigest() != named["sha256"]:
+    if hashlib.sha256(data).hexdigest() != named["sha256"]:
         raise UserError(f"The log {file} is not the one that receipt {path.name} was graded from (its sha256 differs).")
-    return text.decode("utf-8")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"The log {file} of receipt {path.name} is not UTF-8.") from error
+
+
+def log_names(receipt: Mapping[str, Any]) -> set[str]:
+    """The file names of the logs that belong to a receipt: its own, and those of the other runs of its cell."""
+    facts = receipt["predicate"]["reproducer"]
+    return {facts["log"]["name"], *(run["log"]["name"] for run in facts.get("runs", ()))}
+
+
+def strays(results: Path) -> dict[Path, str]:
+    """Folders that hold receipts and no machine.json: copied by hand, or what is left of one. Their receipts count for nothing."""
+    folders = {found.parent.parent for found in results.glob("*/pack[0-9][0-9]/*.json")}
+    missing = [folder / "machine.json" for folder in sorted(folders) if folder.name not in NO_RECORD]
+    return {
+        path: f"{path} is missing, so the receipts beside it are not counted: put it back, or run the packs again."
+        for path in missing
+        if not path.is_file()
+    }
+
+
+def logs(results: Path) -> list[Path]:
+    return sorted(log for described in results.glob("*/machine.json") for log in described.parent.glob("pack[0-9][0-9]/*.log"))
 
 
 def stored(results: Path, pack: str = "pack[0-9][0-9]") -> list[Path]:

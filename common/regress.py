@@ -204,8 +204,9 @@ def alone(results: Path, machine: str) -> Iterator[Path]:
 def pending(journal: Path) -> list[str]:
     """The cells that a call which was stopped had taken on."""
     try:
-        return list(json.loads(journal.read_text(encoding="utf-8"))["cells"])
-    except (OSError, ValueError, KeyError, TypeError):
+        found = json.loads(journal.read_text(encoding="utf-8"))
+        return list(found["cells"]) if _is_whole(found) else []
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
 
 
@@ -218,30 +219,68 @@ def run(
     confirm: int = 3,
     done: Callable[[Row | Failure], None] = lambda row: None,
     say: Callable[[str], None] = lambda line: None,
+    deliver: Callable[[Report], None] = lambda report: None,
 ) -> Report:
-    """Run the tasks, then tell what changed. A change seen once is run ``confirm`` times in all before it is believed."""
+    """Run the tasks, then tell what changed. A change seen once is run ``confirm`` times in all before it is believed.
+
+    What was there before is forgotten only when ``deliver`` has handed the report on: else the next call tells it again.
+    """
     before = _Before(journal, work, say)
-    rows, failures = runner.run_all(work.tasks, pool, done=done)
+    rows, failures = _patiently(work.tasks, pool, done, say)
     after = load()
     changes = list(before.changes(after, work.machine))
     ran = {_key(row.cell) for row in rows}
     doubtful = [c for c in changes if _key(c) in ran]
     if doubtful and confirm > 1:
         say(f"{len(doubtful)} change(s): {confirm - 1} more run(s) of each, to tell a change from a chance.")
-        sure = dict(zip(doubtful, _confirmed(doubtful, work, pool, confirm), strict=True))
+        sure = dict(zip(doubtful, _confirmed(doubtful, rows, work, pool, confirm), strict=True))
         changes = [sure.get(c, c) for c in changes]
+        after = load()
     problems = [*work.problems, *(f"{f.pack} {f.dist} {f.version}: {f.message}" for f in failures)]
     report = Report(
         ran=sum(row.ran for row in rows),
         cells=len(work.cells) * 2,
         changes=changes,
-        unexpected=list(_unexpected(work, after, changes)),
+        unexpected=list(_unexpected(work, after)),
         problems=problems,
         stale=_stale(after),
         killed=runner.killed(work.tasks[0][0].cache) if work.tasks else (),
     )
+    deliver(report)
     before.forget()
     return report
+
+
+#: How often in all a run is tried that the machine or the network broke.
+TRIES = 3
+
+
+def _patiently(
+    tasks: Sequence[tuple[Plan, Release]], pool: Pool, done: Callable[[Row | Failure], None], say: Callable[[str], None]
+) -> tuple[list[Row], list[Failure]]:
+    """Run the tasks, and again those that the machine or the network broke: that says nothing of their releases."""
+    found: list[Row] = []
+    lasting: list[Failure] = []
+    for attempt in range(1, TRIES + 1):
+        rows, failures = runner.run_all(tasks, pool, done=done)
+        lasting += failures
+        broken: dict[tuple[str, str, str, str], Row] = {}
+        for row in rows:
+            if row.receipt is not None:
+                found.append(row)
+            elif not row.as_expected:
+                broken.setdefault((row.cell.pack, row.cell.dist, row.cell.version, row.cell.variant), row)
+        if not broken:
+            break
+        if attempt == TRIES:
+            lasting += [
+                Failure(pack=pack, dist=dist, version=version, variant=variant, message=row.message)
+                for (pack, dist, version, variant), row in broken.items()
+            ]
+            break
+        say(f"{len(broken)} release(s) could not be run for a fault of the machine or the network: once more.")
+        tasks = [t for t in tasks if (t[0].pack.name, t[0].pack.package, t[1].version, t[0].variant) in broken]
+    return found, lasting
 
 
 class _Before:
@@ -265,12 +304,12 @@ class _Before:
     def _read(self, say: Callable[[str], None]) -> dict[str, Any]:
         try:
             found = json.loads(self.journal.read_text(encoding="utf-8"))
-            if found["schema"] == 1 and isinstance(found["cells"], dict) and isinstance(found["started"], list):
+            if found["schema"] == 1 and _is_whole(found):
                 say("Going on from a call that was stopped: changes are told against what was there before it.")
                 return dict(found)
         except OSError:
             return {}
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             pass
         say(f"{self.journal} cannot be read: changes are told against what is there now.")
         return {}
@@ -304,6 +343,20 @@ class _Before:
         return _plain(max(older, key=lambda s: order(s.version))) if older else None
 
 
+def _is_whole(journal: dict[str, Any]) -> bool:
+    cells, started = journal["cells"], journal["started"]
+    return (
+        isinstance(cells, dict)
+        and all(len(key.split(" ")) in (4, 5) for key in cells)
+        and all(
+            was is None or (isinstance(was, dict) and all(isinstance(was.get(n), str) for n in ("outcome", "word", "version")))
+            for was in cells.values()
+        )
+        and isinstance(started, list)
+        and all(isinstance(name, str) for name in started)
+    )
+
+
 def _cell(planned: Plan, release: Release, side: str) -> receipt.Cell:
     return receipt.Cell(
         pack=planned.pack.name, dist=planned.pack.package, version=release.version, side=side, variant=planned.variant
@@ -327,28 +380,39 @@ def _plain(seen: Seen) -> dict[str, str]:
     return {"outcome": seen.outcome, "word": seen.word, "version": seen.version}
 
 
-def _confirmed(changes: Sequence[Change], work: Work, pool: Pool, confirm: int) -> Iterator[Change]:
-    """The same changes with how many runs agree; one that not all runs show is spurious."""
+def _confirmed(changes: Sequence[Change], first: Sequence[Row], work: Work, pool: Pool, confirm: int) -> Iterator[Change]:
+    """The same changes with how many runs agree; one that not all runs show is flaky. What most runs show is the record."""
     wanted = {_key(c) for c in changes}
     tasks = [task for task in work.tasks if any(_key(_cell(*task, side)) in wanted for side in SIDES)]
-    seen: dict[str, list[str]] = {}
-    for _ in range(confirm - 1):
-        # Beside the cache, which every worker sees; the receipts of these runs are no record of their own.
-        folder = tasks[0][0].cache / "confirm" / uuid.uuid4().hex[:12]
-        rows, _failures = runner.run_all([(replace(p, results=folder), release) for p, release in tasks], pool)
+    runs: dict[str, list[tuple[dict[str, Any], str, str]]] = {}
+    cells = {_key(row.cell): row.cell for row in first}
+    # Beside the cache, which every worker sees; the receipts of these runs are no record of their own.
+    folder = tasks[0][0].cache / "confirm" / uuid.uuid4().hex[:12]
+    try:
+        collected = [first]
+        for i in range(confirm - 1):
+            again = [(replace(planned, results=folder / str(i)), release) for planned, release in tasks]
+            collected.append(runner.run_all(again, pool)[0])
+        for rows in collected:
+            for row in rows:
+                if (key := _key(row.cell)) in wanted and row.receipt is not None:
+                    document = receipt.read(row.receipt)
+                    word = history.said(row.verdict, row.cell.side)
+                    runs.setdefault(key, []).append((document, receipt.read_log(row.receipt, document), word))
+    finally:
         shutil.rmtree(folder, ignore_errors=True)
-        for row in rows:
-            seen.setdefault(_key(row.cell), []).append(history.said(row.verdict, row.cell.side))
     for c in changes:
-        words = seen.get(_key(c), [])
-        agree = 1 + words.count(c.after)
-        runs = 1 + len(words)
-        yield replace(c, kind=c.kind if agree == runs else "spurious", runs=runs, agree=agree)
+        mine = runs[_key(c)]
+        words = [word for _, _, word in mine]
+        if len(mine) > 1:
+            document, log, others = receipt.majority(mine)
+            receipt.write(work.results, cells[_key(c)], log, document, machine=work.machine, other_logs=others)
+        agree = words.count(c.after)
+        yield replace(c, kind=c.kind if agree == len(words) else "flaky", runs=len(words), agree=agree)
 
 
-def _unexpected(work: Work, after: History, changes: Sequence[Change]) -> Iterator[str]:
+def _unexpected(work: Work, after: History) -> Iterator[str]:
     now = _on(work.machine, after)
-    spurious = {_key(c) for c in changes if c.kind == "spurious"}
     for planned, release in work.cells:
         for side in SIDES:
             key = _key(_cell(planned, release, side))
@@ -360,8 +424,8 @@ def _unexpected(work: Work, after: History, changes: Sequence[Change]) -> Iterat
                 yield f"{key}: its receipt is stale, and it could not be run again."
             elif not seen.verdict.meets(wanted):
                 yield f"{key}: expected {wanted} ({why}), saw {seen.verdict}."
-            elif key in spurious:
-                yield f"{key}: its runs differ, so its verdict cannot be relied on."
+            elif seen.flaky:
+                yield f"{key}: its runs differ ({seen.word}), so its verdict cannot be relied on."
 
 
 def _stale(after: History) -> dict[str, int]:

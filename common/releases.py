@@ -23,7 +23,7 @@ from packaging.tags import Tag, cpython_tags, sys_tags
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
 
-from common.errors import UserError
+from common.errors import InfraError, UserError
 from common.files import write_atomically
 from common.pack import Pack
 
@@ -158,8 +158,8 @@ def _index() -> PyPISimple:
     return PyPISimple(endpoint=index) if index else PyPISimple()
 
 
-def fetch(package: str, filename: str, folder: Path) -> Path:
-    """A release's file from the index, its hash checked."""
+def fetch(package: str, filename: str, folder: Path, *, sha256: str) -> Path:
+    """A release's file from the index, its hash checked; `InfraError` where the index does not hand over just that file."""
     import requests
     from pypi_simple import DigestMismatchError, NoSuchProjectError
 
@@ -169,10 +169,12 @@ def fetch(package: str, filename: str, folder: Path) -> Path:
             files = client.get_project_page(package, timeout=TIMEOUT).packages
             file = next((f for f in files if f.filename == filename), None)
             if file is None:
-                raise UserError(f"The package index has no file {filename} of {package}.")
+                raise InfraError(f"The package index has no file {filename} of {package} any more, or is not what it seems.")
             client.download_package(file, path, timeout=TIMEOUT)
-    except (requests.RequestException, NoSuchProjectError, DigestMismatchError) as error:
-        raise UserError(f"{filename} cannot be fetched ({type(error).__name__}): is there a network?") from error
+    except (requests.RequestException, NoSuchProjectError, DigestMismatchError, ValueError) as error:
+        raise InfraError(f"{filename} cannot be fetched ({type(error).__name__}): is there a network?") from error
+    if sha256 and hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
+        raise InfraError(f"{filename} has another sha256 than the index gave for it when its releases were listed.")
     return path
 
 

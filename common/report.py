@@ -65,9 +65,9 @@ def where(path: Path) -> str:
 
 
 def table(rows: Sequence[Row], title: str) -> Table:
-    folders = sorted({where(row.receipt.parent) for row in rows})
+    folders = sorted({where(row.receipt.parent) for row in rows if row.receipt})
     found = Table(title=title, title_justify="left", header_style="bold", pad_edge=False)
-    found.caption, found.caption_justify = f"receipts in {', '.join(folders)}/", "left"
+    found.caption, found.caption_justify = f"receipts in {', '.join(folders)}/" if folders else None, "left"
     for column in ("release", "side", "verdict", "evidence", "bug error / limit / control", "s", "receipt"):
         found.add_column(column, justify="right" if column == "s" else "left", overflow="fold")
     for row in rows:
@@ -82,7 +82,7 @@ def table(rows: Sequence[Row], title: str) -> Table:
             verdict.evidence if verdict.evidence != "none" else "–",
             " / ".join(map(number, errors)) if any(e is not None for e in errors) else "–",
             f"{row.seconds:.1f}" if row.ran else "–",
-            row.receipt.name,
+            row.receipt.name if row.receipt else "–",
         )
     return found
 
@@ -115,6 +115,18 @@ def surprises(rows: Sequence[Row]) -> Iterator[Text]:
             if row.ran and row.message:
                 text += f" ({row.message.rstrip('.')})"
             yield Text(f"✗ {text}.", "red")
+
+
+def coverage(row: Row) -> Iterator[str]:
+    """What a diff under review came to: the files that were applied, and those that were not."""
+    patch = row.patch or {}
+    for key, what in (
+        ("applied", "applied"),
+        ("skipped", "no part of the release, left out"),
+        ("unsupported", "NOT applied, and would matter: no verdict can be given on the whole diff"),
+    ):
+        if patch.get(key):
+            yield f"{patch['name']}: {what}: {', '.join(patch[key])}"
 
 
 def picture(parts: Sequence[RenderableType], title: str) -> str:

@@ -7,24 +7,27 @@ import json
 import os
 import re
 import shutil
+import signal
+import site
 import subprocess
+import sys
 import threading
 import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from common import environment as environments
-from common import lanes, overlay, receipt
+from common import integrity, lanes, overlay, receipt
 from common.environment import Environment, InstallError
-from common.errors import AnchorError, UserError, writing
+from common.errors import AnchorError, InfraError, UserError, writing
 from common.files import locked, write_atomically
-from common.grade import Verdict, grade
+from common.grade import Verdict, grade, plain
 from common.pack import ROOT, Pack
 from common.pool import Pool
 from common.process import Ended, kill_marked, run
@@ -56,6 +59,8 @@ class Plan:
     cache: Path = CACHE
     threads: int = 0
     several: bool = False
+    #: Each script in a sandbox of its own: no network, nothing to write but its own folder.
+    sandbox: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,10 +72,14 @@ class Row:
     expected: str
     why: str
     seconds: float
-    receipt: Path
+    #: None for a run that says nothing of the release (INFRA), of which nothing is stored.
+    receipt: Path | None
     ran: bool
     environment: Environment | None
     message: str
+    patch: Mapping[str, Any] | None = None
+    #: What the person at the keyboard should know of how it came about.
+    notes: tuple[str, ...] = ()
 
     @property
     def as_expected(self) -> bool:
@@ -85,6 +94,7 @@ class Failure:
     dist: str
     version: str
     message: str
+    variant: str = ""
 
 
 def run_all(
@@ -108,13 +118,15 @@ def run_all(
             except Exception as error:
                 plan, release = tasks[i]
                 ended[i] = failure = Failure(
-                    pack=plan.pack.name, dist=plan.pack.package, version=release.version, message=_told(error)
+                    pack=plan.pack.name,
+                    dist=plan.pack.package,
+                    version=release.version,
+                    message=_told(error),
+                    variant=plan.variant,
                 )
                 done(failure)
     except BaseException:
-        if pool.stop:
-            pool.stop.set()
-        pool.executor.shutdown(wait=pool.stop is not None, cancel_futures=True)
+        pool.cancel()
         raise
     in_order = [ended[i] for i in sorted(ended)]
     return [row for rows in in_order if isinstance(rows, list) for row in rows], [f for f in in_order if isinstance(f, Failure)]
@@ -122,10 +134,10 @@ def run_all(
 
 def _told(error: Exception) -> str:
     if isinstance(error, UserError):
-        return str(error)
+        return plain(str(error), None)
     place = traceback.extract_tb(error.__traceback__)[-1:]
     at = f" at {Path(place[0].filename).name}:{place[0].lineno}" if place else ""
-    return f"{type(error).__name__}: {error}{at} (a fault of the runner, or of the machine)."
+    return f"{type(error).__name__}: {plain(str(error))}{at} (a fault of the runner, or of the machine)."
 
 
 def run_release(
@@ -146,9 +158,18 @@ def run_release(
 
 def use(plan: Plan, release: Release, folder: Path) -> int:
     """A pack's script as a tool on one release, from the user's ``folder``, on this terminal; its exit code."""
-    cell = Cell(pack=plan.pack.name, dist=plan.pack.package, version=release.version, side="unpatched", variant=plan.variant)
-    with writing(plan.cache), _folder(plan.cache, cell) as place:
-        return _Attempt(plan, release, cell, place, None, None).on_this_terminal(folder)
+    cell = _cell(plan, release, "unpatched")
+    with writing(plan.cache), ExitStack() as held:
+        place = held.enter_context(_folder(plan.cache, cell))
+        try:
+            there, _ = _hold(plan, release, held, None)
+        except InstallError as error:
+            raise UserError(f"{cell.dist} {cell.version} cannot be installed: {error}") from error
+        return subprocess.run(_command(plan, there), env=_environ(plan, cell, there, place), cwd=folder).returncode
+
+
+def _cell(plan: Plan, release: Release, side: str) -> Cell:
+    return Cell(pack=plan.pack.name, dist=plan.pack.package, version=release.version, side=side, variant=plan.variant)
 
 
 def sweep(cache: Path) -> None:
@@ -204,6 +225,8 @@ def expected(plan: Plan, version: str, side: str) -> tuple[str, str]:
         expectation = replace(expectation, verdict=own.verdict, why=f"the variant {plan.variant} shows it")
     if side == "unpatched":
         return expectation.verdict, expectation.why
+    if plan.patch is not None and expectation.outcome != "REPRODUCED":
+        return "NOTHING_TO_FIX", f"a patch under review has to break nothing; {expectation.why}"
     if plan.patch is not None:
         return "ABSENT", "a patch under review has to cure the bug and to break nothing"
     if expectation.outcome == "REPRODUCED":
@@ -221,248 +244,331 @@ def _side(
     *,
     stop: threading.Event | None,
 ) -> Row:
-    cell = Cell(pack=plan.pack.name, dist=plan.pack.package, version=release.version, side=side, variant=plan.variant)
+    cell = _cell(plan, release, side)
     started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    with writing(plan.cache), _folder(plan.cache, cell) as place:
-        attempt = _Attempt(plan, release, cell, place, before.environment if before else None, stop)
-        ended, output = attempt.closing(before.verdict if before else None)
-    verdict_log = attempt.log(output, ended)
-    verdict = grade(verdict_log)
-    name, sha256 = receipt.log_name(cell, verdict_log)
+    with writing(plan.cache), ExitStack() as held:
+        place = held.enter_context(_folder(plan.cache, cell))
+        try:
+            ran = _attempt(plan, release, cell, place, before, held, stop)
+        except InfraError as error:
+            ran = _Ran(closing={"exit": None, "stopped": "infra", "reason": "install", "message": str(error)})
+        scrub = _scrubber(plan, place, ran.environment)
+    log = _log(plan, cell, ran, scrub)
+    verdict = grade(log)
+    row = _row(plan, release, cell, ran, verdict)
+    if verdict.outcome == "INFRA":  # What was stored before stays as it is.
+        return row
+    name, sha256 = receipt.log_name(cell, log)
     document = receipt.statement(
         cell,
         verdict,
-        environment=attempt.environment,
-        subject=attempt.subject(),
+        environment=ran.environment,
+        subject=_subject(plan, release, cell, ran.environment),
         lane=plan.lane,
-        hashes=plan.pack.at(release.version).hashes(side, lanes.files(plan.lane)),
-        command=attempt.command,
-        closing=ended,
+        hashes=plan.pack.at(release.version).hashes(side, lanes.files(plan.lane), plan.variant),
+        command=ran.command,
+        closing=ran.closing,
         started=started,
         log_name=name,
         log_sha256=sha256,
-        patch=attempt.patch,
-        settings={n: attempt.scrub(v) for n, v in allowed_env(attempt.env).items()},
+        patch=ran.patch,
+        settings=ran.settings,
+        sandbox=plan.sandbox,
     )
-    path = receipt.write(plan.results, cell, verdict_log, document, machine=plan.machine)
-    wanted, why = expected(plan, release.version, side)
+    return replace(row, receipt=receipt.write(plan.results, cell, log, document, machine=plan.machine))
+
+
+def _row(plan: Plan, release: Release, cell: Cell, ran: _Ran, verdict: Verdict) -> Row:
+    wanted, why = expected(plan, release.version, cell.side)
+    message = str(ran.closing.get("message", ""))
+    if verdict.outcome == "INFRA" and not message:
+        message = _INFRA.get(verdict.reason, "the run was ended from outside, which says nothing of the release: run it again")
     return Row(
         cell=cell,
         verdict=verdict,
         expected=wanted,
         why=why,
-        seconds=float(ended.get("seconds", 0.0)),
-        receipt=path,
-        ran=ended.get("stopped") not in ("nothing-to-patch", "skipped"),
-        environment=attempt.environment,
-        message=str(ended.get("message", "")),
+        seconds=float(ran.closing.get("seconds", 0.0)),
+        receipt=None,
+        ran=ran.closing.get("stopped") not in ("nothing-to-patch", "skipped"),
+        environment=ran.environment,
+        message=message,
+        patch=ran.patch,
+        notes=ran.notes,
     )
 
 
-def installed(pack: Pack, release: Release, cache: Path, wheel: Path | None = None) -> Environment:
+#: What to say of a run that says nothing of its release.
+_INFRA = {
+    "SIGKILL": "the run was killed from outside, perhaps by a system short of memory: run it again",
+    "lost": "the process that watches over the run was killed: run it again",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Ran:
+    """What one try at a cell came to; all that is needed for its log and its receipt, free of private words."""
+
+    closing: Mapping[str, Any]
+    output: str = ""
+    environment: Environment | None = None
+    command: list[str] = field(default_factory=list)
+    settings: Mapping[str, str] = field(default_factory=dict)
+    patch: dict[str, Any] | None = None
+    notes: tuple[str, ...] = ()
+
+
+def _attempt(
+    plan: Plan,
+    release: Release,
+    cell: Cell,
+    place: Path,
+    before: Row | None,
+    held: ExitStack,
+    stop: threading.Event | None,
+) -> _Ran:
+    """Install, overlay, execute: each hands its result to the next, and what cannot go on says how it ended."""
+    ended: dict[str, Any] | None = None if before is None else _skip(before.verdict, plan)
+    if before is not None and ended is not None:  # A side that is not run is still about the same file.
+        return _Ran(closing={"exit": None, **ended}, environment=before.environment)
+    scrub = _scrubber(plan, place, None)
+    try:
+        there, notes = _hold(plan, release, held, stop)
+    except InstallError as error:
+        if not release.sha256:
+            raise UserError(f"{cell.dist} {cell.version} cannot be installed: {error}") from error
+        return _Ran(closing={"exit": None, "stopped": "install", "message": scrub(str(error))})
+    scrub = _scrubber(plan, place, there)
+    try:
+        patch = _overlay(plan, cell, there, place, before, scrub) if cell.side == "patched" else None
+    except AnchorError as error:
+        closing = {"exit": None, "stopped": "anchor", "message": scrub(str(error))}
+        return _Ran(closing=closing, environment=there, notes=notes)
+    command, environ = _command(plan, there), _environ(plan, cell, there, place)
+    with writing(place):
+        ended_as = run(
+            _sandboxed(plan, there, place, command) if plan.sandbox else command,
+            env=environ,
+            cwd=place / "tmp",
+            timeout=plan.pack.timeout,
+            memory=int(plan.pack.memory * 2**30),
+            stop=stop,
+            mark=place.name,
+        )
+    output = scrub(ended_as.output)
+    if ended_as.exit == 2 and (complaint := re.search(r"^repro\.py: error: (.+)$", output, re.MULTILINE)):
+        raise UserError(f"{plan.pack.folder.name}/repro.py does not take these arguments: {complaint[1]}.")
+    return _Ran(
+        closing=_closing(ended_as, sandbox=plan.sandbox),
+        output=output,
+        environment=there,
+        command=["python", *(scrub(word) for word in command[1:])],
+        settings={name: scrub(value) for name, value in allowed_env(environ).items()},
+        patch=patch,
+        notes=notes,
+    )
+
+
+def _closing(ended: Ended, *, sandbox: bool) -> dict[str, Any]:
+    """The log's closing line. bubblewrap ends with 128 + N where what it started died of signal N."""
+    code, name = ended.exit, ended.signal
+    if sandbox and code is not None and code - 128 in set(signal.Signals):
+        name, code = signal.Signals(code - 128).name, None
+    return {
+        "exit": code,
+        "signal": name,
+        "stopped": ended.stopped,
+        "seconds": ended.seconds,
+        "peak_rss": ended.peak_rss,
+        "cut": ended.cut,
+        "stragglers": ended.stragglers,
+    }
+
+
+def _hold(plan: Plan, release: Release, held: ExitStack, stop: threading.Event | None) -> tuple[Environment, tuple[str, ...]]:
+    """The release's environment, its files compared with what was installed and held while it is used; and what to say of it."""
+    notes: list[str] = []
+    for _attempt_again in range(3):
+        there = _environment(plan, release, stop)
+        with ExitStack() as mine:
+            if there.lock is not None:
+                mine.enter_context(locked(there.lock, shared=True))
+            try:
+                owned = there.lock is not None
+                integrity.verify(plan.pack.package, there.site, there.path, owned=owned, archive=there.archive)
+            except integrity.Tampered as error:
+                what = f"{plan.pack.package} {there.version}: {error}"
+                if there.lock is None:
+                    raise UserError(
+                        f"{what}, so it is not that release: install it afresh, or judge a change of it with --patch."
+                    ) from error
+                notes.append(f"{what}; it was installed afresh")
+            else:
+                held.push(mine.pop_all())
+                return there, tuple(notes)
+        environments.discard(there)
+    raise InfraError(f"{'; '.join(notes)}, and each time something changed it again.")
+
+
+def _environment(plan: Plan, release: Release, stop: threading.Event | None) -> Environment:
+    wheel = plan.wheels.get(release.version)
+    if plan.here or plan.release_path is not None:
+        return environments.here(plan.pack.package, plan.cache, wheel=wheel, release_path=plan.release_path)
+    if wheel is None and plan.pack.wheels is not None:
+        wheel = built_wheels(plan.pack, plan.cache)[release.version]
+    return installed(plan.pack, release, plan.cache, wheel, stop=stop)
+
+
+def installed(
+    pack: Pack, release: Release, cache: Path, wheel: Path | None = None, *, stop: threading.Event | None = None
+) -> Environment:
     """The environment of one release, or of a wheel in its place, with the pins that go with it."""
-    return environments.made(
-        pack.package,
-        release.version,
-        release.sha256,
-        release.file,
-        pack.at(release.version).requires,
-        cache,
+    wanted = environments.Wanted(
+        package=pack.package,
+        version=release.version,
+        file=release.file,
+        sha256=release.sha256,
+        requires=pack.at(release.version).requires,
         wheel=wheel,
         build=pack.build,
         beside=pack.beside,
         python=None if wheel or fits(release.file) else pack.python,
-        as_files=pack.as_files,
         beside_python=None if pack.build else pack.python,  # what is built is built for this Python
+        as_files=pack.as_files,
     )
+    return environments.made(wanted, cache, stop=stop)
 
 
-class _Attempt:
-    """One try at one cell: everything up to the closing line of its log."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        release: Release,
-        cell: Cell,
-        place: Path,
-        environment: Environment | None,
-        stop: threading.Event | None,
-    ) -> None:
-        self.plan = plan
-        self.release = release
-        self.cell = cell
-        self.place = place
-        self.stop = stop
-        self.environment = environment  # the other side's: a side that is not run is still about the same file
-        self.command: list[str] = []
-        self.env: dict[str, str] = {}
-        self.patch: dict[str, str] | None = None
-        self.scrub = self._scrubber()
-
-    def closing(self, before: Verdict | None) -> tuple[dict[str, Any], str]:
-        """How the run ended, as the log's closing line has it, and what the script printed."""
-        skip = None if before is None or self.plan.patch else _skip(before, self.plan.pack)
-        if skip is not None:
-            return {"exit": None, **skip}, ""
-        try:
-            if self.environment is None:
-                self.environment = self._environment()
-                self.scrub = self._scrubber()
-            if self.cell.side == "patched":
-                self._overlay()
-        except InstallError as error:
-            if not self.release.sha256:
-                raise UserError(f"{self.cell.dist} {self.cell.version} cannot be installed: {error}") from error
-            return {"exit": None, "stopped": "install", "message": self.scrub(str(error))}, ""
-        except AnchorError as error:
-            return {"exit": None, "stopped": "anchor", "message": self.scrub(str(error))}, ""
-        ended = self._run()
-        output = self.scrub(ended.output)
-        if ended.exit == 2 and (complaint := re.search(r"^repro\.py: error: (.+)$", output, re.MULTILINE)):
-            raise UserError(f"{self.plan.pack.folder.name}/repro.py does not take these arguments: {complaint[1]}.")
-        return {
-            "exit": ended.exit,
-            "signal": ended.signal,
-            "stopped": ended.stopped,
-            "seconds": ended.seconds,
-            "peak_rss": ended.peak_rss,
-            "cut": ended.cut,
-            "stragglers": ended.stragglers,
-        }, output
-
-    def subject(self) -> dict[str, Any]:
-        """What the receipt is about: the file of the release, by the hash it was installed with."""
-        cell, release, environment = self.cell, self.release, self.environment
-        file, sha256 = (environment.file, environment.sha256) if environment else (release.file, release.sha256)
-        if not sha256 and environment is not None:
-            # Without the wheel at hand, what its RECORD says was installed is all there is to name it by.
-            digest = {"record_sha256": environments.record_sha256(overlay.distribution(cell.dist, environment.site))}
+def _overlay(plan: Plan, cell: Cell, there: Environment, place: Path, before: Row | None, scrub: Scrubber) -> dict[str, Any]:
+    """Fill the overlay from the fix or the diff under review; what it was, as the receipt has it."""
+    target = place / "overlay"
+    more: dict[str, Any] = {}
+    with writing(target):
+        if plan.patch is not None:
+            try:
+                patched = overlay.apply_patch(plan.patch, plan.pack.package, cell.version, plan.pack.prefix, there.site, target)
+            except UserError as error:
+                # Among several releases, one that the diff does not fit is a row; alone, it is a mistake in the call.
+                if not plan.several:
+                    raise
+                raise AnchorError(str(error)) from error
+            text, name = patched.diff, overlay.plain_name(scrub(plan.patch.name))
+            more = {
+                key: [scrub(plain(file)) for file in getattr(patched, key)] for key in ("applied", "skipped", "unsupported")
+            }
+            more["unpatched"] = before.verdict.outcome if before else ""
         else:
-            digest = {"sha256": sha256}
-        own = self.plan.pack.variants.get(self.plan.variant)
-        uri = f"pkg:pypi/{cell.dist}@{cell.version}"
-        if own is not None and own.source:
-            uri = f"pkg:github/{self.plan.pack.upstream.lower()}@{own.source}"
-        return {
-            "name": file or f"{cell.dist}-{cell.version}",
-            "uri": uri,
-            "digest": digest,
-        }
-
-    def log(self, output: str, closing: Mapping[str, Any]) -> str:
-        plan = self.plan
-        opening = {
-            "pack": self.cell.pack,
-            "dist": self.cell.dist,
-            "version": self.cell.version,
-            "side": self.cell.side,
-            "lane": plan.lane,
-            "arguments": list(plan.arguments),
-        }
-        body = output if not output or output.endswith("\n") else f"{output}\n"
-        return f"{json.dumps({'runner': opening})}\n{body}{json.dumps({'runner': dict(closing)})}\n"
-
-    def _environment(self) -> Environment:
-        plan, release = self.plan, self.release
-        wheel = plan.wheels.get(release.version)
-        if plan.here or plan.release_path is not None:
-            return environments.here(plan.pack.package, plan.cache, wheel=wheel, release_path=plan.release_path)
-        if wheel is None and plan.pack.wheels is not None:
-            wheel = built_wheels(plan.pack, plan.cache)[release.version]
-        return installed(plan.pack, release, plan.cache, wheel)
-
-    def _overlay(self) -> None:
-        assert self.environment is not None
-        plan, site = self.plan, self.environment.site
-        with writing(self.place / "overlay"):
-            if plan.patch is not None:
-                try:
-                    diff = overlay.apply_patch(plan.patch, plan.pack.package, site, self.place / "overlay")
-                except UserError as error:
-                    # Among several releases, one that the diff does not fit is a row; alone, it is a mistake in the call.
-                    if not plan.several:
-                        raise
-                    raise AnchorError(str(error)) from error
-                name = plan.patch.name
-            else:
-                fix = overlay.load_fix(plan.pack.fix)
-                diff = overlay.apply_fix(overlay.drop(fix, plan.drop) if plan.drop else fix, site, self.place / "overlay")
-                name = f"{plan.pack.name}-{self.cell.dist}-{self.cell.version}.diff"
-        sha256 = hashlib.sha256(diff.encode()).hexdigest()
-        write_atomically(plan.cache / "diffs" / f"{sha256}.diff", diff)
-        self.patch = {"name": name, "sha256": sha256}
-
-    def _prepare(self) -> list[str]:
-        """What to call; its environment variables are kept."""
-        assert self.environment is not None
-        plan, patched = self.plan, self.cell.side == "patched"
-        command = lanes.command(self.environment.python, plan.lane, plan.pack.script) + list(plan.arguments)
-        self.command = [self.scrub(word) for word in command]
-        self.command[0] = "python"
-        first = ([str(self.place / "overlay")] if patched else []) + (
-            [str(self.environment.site)] if self.environment.on_path else []
-        )
-        self.env = {
-            **run_env(os.environ),
-            # What the active environment was started with has to stay visible to the script, but behind the release.
-            "PYTHONPATH": os.pathsep.join(
-                first + ([os.environ["PYTHONPATH"]] if plan.here and os.environ.get("PYTHONPATH") else [])
-            ),
-            # Runs beside each other share the cores; left alone, each would start a thread for every core.
-            **({"OMP_NUM_THREADS": str(plan.threads)} if plan.threads and "OMP_NUM_THREADS" not in os.environ else {}),
-            "PYTHONUNBUFFERED": "1",
-            "REPRODUCER_SIDE": self.cell.side,
-            "REPRODUCER_DIST": self.cell.dist,
-            # Compile caches go into the cell's own folder: no run sees another's kernels.
-            "HOME": str(self.place / "home"),
-            "TMPDIR": str(self.place / "tmp"),
-            "TRITON_CACHE_DIR": str(self.place / "home" / "triton"),
-            "TILELANG_CACHE_DIR": str(self.place / "home" / "tilelang"),
-        }
-        return command
-
-    def _run(self) -> Ended:
-        command = self._prepare()
-        with writing(self.place):
-            return run(
-                command,
-                env=self.env,
-                cwd=self.place / "tmp",
-                timeout=self.plan.pack.timeout,
-                memory=int(self.plan.pack.memory * 2**30),
-                stop=self.stop,
-                mark=self.place.name,
-            )
-
-    def on_this_terminal(self, folder: Path) -> int:
-        """Run the unpatched script in the user's own folder, with nothing kept of it; its exit code."""
-        try:
-            self.environment = self._environment()
-        except InstallError as error:
-            raise UserError(f"{self.cell.dist} {self.cell.version} cannot be installed: {error}") from error
-        return subprocess.run(self._prepare(), env=self.env, cwd=folder).returncode
-
-    def _scrubber(self) -> Scrubber:
-        there = self.environment
-        folders = [("<release>", there.site)] if there else []
-        folders += [
-            ("<overlay>", self.place / "overlay"),
-            ("<cell>", self.place),
-            ("<pack>", self.plan.pack.folder),
-            ("<lanes>", lanes.FOLDER),
-        ]
-        folders += [("<base>", folder) for folder in there.path] + [("<python>", there.python.parent.parent)] if there else []
-        folders += [("<cache>", self.plan.cache), ("<checkout>", ROOT)]
-        return Scrubber(folders)
+            fix = overlay.load_fix(plan.pack.fix)
+            text = overlay.apply_fix(overlay.drop(fix, plan.drop) if plan.drop else fix, there.site, target)
+            name = f"{plan.pack.name}-{cell.dist}-{cell.version}.diff"
+    sha256 = hashlib.sha256(text.encode()).hexdigest()
+    write_atomically(plan.cache / "diffs" / f"{sha256}.diff", text)
+    return {"name": name, "sha256": sha256, **more}
 
 
-def _skip(before: Verdict, pack: Pack) -> dict[str, str] | None:
-    """Why the patched side is not run, if it is not: only a bug that was seen can be seen to be cured."""
+def _command(plan: Plan, there: Environment) -> list[str]:
+    return lanes.command(there.python, plan.lane, plan.pack.script) + list(plan.arguments)
+
+
+def _environ(plan: Plan, cell: Cell, there: Environment, place: Path) -> dict[str, str]:
+    """All that the script sees of the environment."""
+    first = [str(place / "overlay")] if cell.side == "patched" else []
+    first += [str(there.site)] if there.on_path else []
+    if plan.here:
+        # What the active environment was started with has to stay visible to the script, but behind the release.
+        first += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+    return {
+        **run_env(os.environ),
+        "PYTHONPATH": os.pathsep.join(first),
+        # HOME is another one, and with it goes the user's own site-packages, which an active environment may rest on.
+        **({"PYTHONUSERBASE": site.getuserbase()} if plan.here and site.ENABLE_USER_SITE else {}),
+        # Runs beside each other share the cores; left alone, each would start a thread for every core.
+        **({"OMP_NUM_THREADS": str(plan.threads)} if plan.threads and "OMP_NUM_THREADS" not in os.environ else {}),
+        "PYTHONUNBUFFERED": "1",
+        # What lies in a release's folder has to be what it installed.
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "REPRODUCER_SIDE": cell.side,
+        "REPRODUCER_DIST": cell.dist,
+        # Compile caches go into the cell's own folder: no run sees another's kernels.
+        "HOME": str(place / "home"),
+        "TMPDIR": str(place / "tmp"),
+        "TRITON_CACHE_DIR": str(place / "home" / "triton"),
+        "TILELANG_CACHE_DIR": str(place / "home" / "tilelang"),
+    }
+
+
+def _sandboxed(plan: Plan, there: Environment, place: Path, command: list[str]) -> list[str]:
+    """``command`` under bubblewrap: no network, no other processes, the person's files out of sight, all but ``place`` read-only.
+
+    https://github.com/containers/bubblewrap
+    """
+    bwrap = shutil.which("bwrap")
+    if bwrap is None:
+        raise UserError("--sandbox needs bubblewrap: install it (apt install bubblewrap), or run in a container.")
+    words = [bwrap, "--die-with-parent", "--new-session", "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc"]
+    words += ["--dev-bind", "/dev", "/dev"] if plan.lane == "device" else ["--dev", "/dev"]
+    for hidden in dict.fromkeys([str(Path.home()), "/home", "/root", "/tmp", "/run", "/var/tmp"]):
+        words += ["--tmpfs", hidden] if Path(hidden).is_dir() and not Path(hidden).is_symlink() else []
+    seen = [Path(sys.base_prefix), there.python.parent.parent, plan.pack.folder, lanes.FOLDER, *there.path]
+    for folder in dict.fromkeys(str(each.resolve()) for each in seen):
+        words += ["--ro-bind", folder, folder]
+    return [*words, "--bind", str(place), str(place), "--chdir", str(place / "tmp"), "--", *command]
+
+
+def _subject(plan: Plan, release: Release, cell: Cell, there: Environment | None) -> dict[str, Any]:
+    """What the receipt is about: the file of the release, by the hash it was installed with."""
+    file, sha256 = (there.file, there.sha256) if there else (release.file, release.sha256)
+    if not sha256 and there is not None:
+        # Without the wheel at hand, its RECORD, which its files were compared with, is all there is to name it by.
+        digest = {"record_sha256": integrity.record_sha256(integrity.distribution(cell.dist, there.site))}
+    else:
+        digest = {"sha256": sha256}
+    own = plan.pack.variants.get(plan.variant)
+    uri = f"pkg:pypi/{cell.dist}@{cell.version}"
+    if own is not None and own.source:
+        uri = f"pkg:github/{plan.pack.upstream.lower()}@{own.source}"
+    return {"name": file or f"{cell.dist}-{cell.version}", "uri": uri, "digest": digest}
+
+
+def _log(plan: Plan, cell: Cell, ran: _Ran, scrub: Scrubber) -> str:
+    """The opening line (what was asked for), what the script printed, and the closing line (how it ended)."""
+    opening = {
+        "pack": cell.pack,
+        "dist": cell.dist,
+        "version": cell.version,
+        "side": cell.side,
+        "variant": cell.variant,
+        "lane": plan.lane,
+        "arguments": [scrub(word) for word in plan.arguments],
+        "gpus": sorted({f"sm_{device['compute_cap'].replace('.', '')}" for device in environments.gpu()}),
+        **({"patch": ran.patch} if ran.patch and "unpatched" in ran.patch else {}),
+    }
+    body = ran.output if not ran.output or ran.output.endswith("\n") else f"{ran.output}\n"
+    return f"{json.dumps({'runner': opening})}\n{body}{json.dumps({'runner': dict(ran.closing)})}\n"
+
+
+def _scrubber(plan: Plan, place: Path, there: Environment | None) -> Scrubber:
+    folders = [("<release>", there.site)] if there else []
+    folders += [
+        ("<overlay>", place / "overlay"),
+        ("<cell>", place),
+        ("<pack>", plan.pack.folder),
+        ("<lanes>", lanes.FOLDER),
+    ]
+    folders += [("<base>", folder) for folder in there.path] + [("<python>", there.python.parent.parent)] if there else []
+    folders += [("<cache>", plan.cache), ("<checkout>", ROOT)]
+    return Scrubber(folders)
+
+
+def _skip(before: Verdict, plan: Plan) -> dict[str, str] | None:
+    """Why the patched side is not run, if it is not: only a bug that was seen can be seen to be cured.
+
+    A diff under review also has to break nothing where there is no bug.
+    """
     if before.outcome == "REPRODUCED":
-        return None if pack.fix.is_file() else {"stopped": "nothing-to-patch", "message": NO_FIX}
+        return None if plan.patch or plan.pack.fix.is_file() else {"stopped": "nothing-to-patch", "message": NO_FIX}
     if before.outcome in ("ABSENT", "CHANGED"):
-        return {"stopped": "nothing-to-patch", "message": f"the unpatched side is {before}"}
+        return None if plan.patch else {"stopped": "nothing-to-patch", "message": f"the unpatched side is {before}"}
     return {"stopped": "skipped", "verdict": before.outcome, "message": before.reason}
 
 

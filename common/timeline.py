@@ -9,6 +9,7 @@ from typing import Any
 from common import history
 from common.grade import strength
 from common.history import History, Seen, Stretch, best, order, ranges, stretches, strongest
+from common.markup import md
 from common.pack import Pack
 
 SCHEMA = 1
@@ -16,7 +17,7 @@ SCHEMA = 1
 GLYPH = {"REPRODUCED": "✗", "ABSENT": "✓", "CHANGED": "~", "UNTESTABLE": "?", "ERROR": "!"}
 LEGEND = (
     "✗ the bug is there · ✗→✓ and the pack's fix cures it · ✓ it is not there · ~ something else happens · ? it cannot be told · "
-    "! the harness failed · blank: never run. "
+    "! the harness failed · ≈ flaky, its runs differ · blank: never run. "
     "Letters, weakest evidence first: S source, I interpreter, C codegen, E emulated, D device. In brackets: stale, "
     "the script or the fix has changed since."
 )
@@ -42,6 +43,7 @@ def glyph(sides: Mapping[str, Sequence[Seen]]) -> str:
     for seen in drawn.values():
         mark = GLYPH.get(seen.outcome, "!") + ("→✓" if history.cured(seen, sides) else "")
         letter = "" if seen.evidence == "none" else f" {seen.evidence[0].upper()}"
+        mark += "≈" if seen.flaky else ""
         words.append(f"({mark}{letter})" if seen.stale else f"{mark}{letter}")
     return " ".join(words)
 
@@ -75,7 +77,10 @@ def markdown(packs: Sequence[Pack], stored: History) -> str:
     """results/README.md: a matrix for each package, newest release first, and the figures of each pack below."""
     lines = ["# What was seen", "", "Generated from the receipts beside it by `python -m common tables`.", "", LEGEND]
     for path, error in stored.unreadable.items():
-        lines += ["", f"**Not counted:** `{path.parent.name}/{path.name}`. {str(error).replace(f'The receipt {path}', 'It')}"]
+        lines += [
+            "",
+            f"**Not counted:** {md(f'{path.parent.name}/{path.name}')}. {md(str(error).replace(f'The receipt {path}', 'It'))}",
+        ]
     for package, about in packages(packs, stored).items():
         lines += ["", f"## {package}", ""]
         runs = {pack.name: stored.of(pack.name, package) for pack in about}
@@ -96,7 +101,7 @@ def markdown(packs: Sequence[Pack], stored: History) -> str:
                 for row in ranges(seen):
                     stale = " (stale)" if row.stale else ""
                     lines.append(
-                        f"| {row.name}{stale} | {row.unpatched} | {row.patched} | {row.bug} | {row.limit} | {row.control} |"
+                        f"| {row.name}{stale} | {md(row.unpatched)} | {md(row.patched)} | {row.bug} | {row.limit} | {row.control} |"
                     )
                 lines += ["", "</details>"]
     return "\n".join(lines) + "\n"
@@ -141,6 +146,7 @@ def _run(seen: Seen) -> dict[str, Any]:
         "reason": seen.verdict.reason,
         "evidence": seen.evidence,
         "stale": seen.stale,
+        **({"runs": seen.runs, "agree": seen.agree} if seen.runs > 1 else {}),
         "receipt": f"{seen.machine}/{seen.pack}/{seen.path.name}",
     }
 

@@ -1,7 +1,7 @@
 """What is attached fits a comment, renders, holds no secret and overstates nothing."""
 
 import pytest
-from conftest import FACTS, make_log
+from helpers import FACTS, make_log
 from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
@@ -94,7 +94,7 @@ def test_planted_secrets_do_not_get_in(tmp_path, store, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hunter2hunter2")
     monkeypatch.setenv("USER", "jdoe")
     monkeypatch.setenv("HOME", "/home/jdoe")
-    planted = "hunter2hunter2 jdoe /home/jdoe/x ghp_" + "a" * 36
+    planted = "hunter2hunter2 /scratch/jdoe/y /home/jdoe/x ghp_" + "a" * 36
     store(tmp_path, log=log_of("0.7.0").replace("some output", planted))
     for path in attach.write(PACK, tmp_path):
         text = path.read_text()

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import FACTS, make_log
+from helpers import FACTS, make_log
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -84,7 +84,7 @@ def test_a_log_that_disagrees_with_itself_is_an_error(log):
         (make_log(body=[], exit=None, stopped="memory"), "UNTESTABLE: oom"),
         (make_log(body=[], exit=None, stopped="anchor"), "UNTESTABLE: anchor"),
         (make_log(body=[], exit=None, stopped="install"), "UNTESTABLE: install"),
-        (make_log(body=[], exit=None, signal="SIGKILL"), "UNTESTABLE: oom"),
+        (make_log(body=[], exit=None, signal="SIGKILL"), "INFRA: SIGKILL"),
         (make_log(body=[], exit=None, signal="SIGSEGV"), "CHANGED: SIGSEGV"),
         (make_log(body=["UNTESTABLE: no-device"], exit=125), "UNTESTABLE: no-device"),
         (make_log({**FACTS, "verdict": "CHANGED"}, sentinel="CHANGED: scalar", exit=125), "CHANGED: scalar"),

@@ -7,7 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.errors import AnchorError, UserError
-from common.overlay import apply_fix, apply_patch, diff, distribution, drop
+from common.integrity import distribution
+from common.overlay import apply_fix, apply_patch, diff, drop
 from common.transforms import insert_after, insert_before, replace
 
 SOURCE = "def total(xs):\n    return xs[0] * len(xs)\n"
@@ -128,19 +129,20 @@ def test_drop(site, tmp_path):
         drop(FIX, "plus")
 
 
-def test_a_pull_requests_diff_is_applied_whatever_its_prefix(site, tmp_path):
+def test_a_pull_requests_diff_is_applied_to_what_the_release_ships(site, tmp_path):
     patch = tmp_path / "pr.diff"
     patch.write_text(GIT_DIFF)
-    text = apply_patch(patch, "toy", site, tmp_path / "overlay")
-    assert "+    return sum(xs)" in text
-    assert "test_toy" not in text
+    patched = apply_patch(patch, "toy", "1.0", "src/", site, tmp_path / "overlay")
+    assert "+    return sum(xs)" in patched.diff
+    assert "test_toy" not in patched.diff
+    assert (patched.applied, patched.skipped, patched.unsupported) == (("src/toy/__init__.py",), ("test/test_toy.py",), ())
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (GIT_DIFF.replace("return xs[0]", "return ys[0]"), "does not apply to this release.*--release"),
-        (GIT_DIFF.replace("src/toy/__init__.py", "src/toy/unknown.py"), "changes no file that toy ships"),
+        (GIT_DIFF.replace("return xs[0]", "return ys[0]"), "does not apply to toy 1.0: .*__init__.py:1.*--release"),
+        (GIT_DIFF.replace("src/toy/__init__.py", "src/toy/unknown.py"), "toy/unknown.py: No such file"),
         ("hello\n", "holds no unified diff"),
         ("", "holds no unified diff"),
         (GIT_DIFF.replace("@@ -1,2 +1,2 @@", "@@ -1,9 +1,9 @@"), "is not a unified diff|does not apply"),
@@ -151,7 +153,7 @@ def test_a_diff_that_does_not_apply_is_one_sentence(site, tmp_path, content, sai
     patch = tmp_path / "pr.diff"
     patch.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError, match=said) as caught:
-        apply_patch(patch, "toy", site, tmp_path / "overlay")
+        apply_patch(patch, "toy", "1.0", "src/", site, tmp_path / "overlay")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "overlay").exists()
 
@@ -160,7 +162,7 @@ def test_a_diff_cannot_reach_outside(site, tmp_path):
     patch = tmp_path / "pr.diff"
     patch.write_text("--- a/toy/../../secret\n+++ b/toy/../../secret\n@@ -0,0 +1 @@\n+x\n")
     with pytest.raises(UserError):
-        apply_patch(patch, "toy", site, tmp_path / "overlay")
+        apply_patch(patch, "toy", "1.0", "src/", site, tmp_path / "overlay")
     assert not (tmp_path / "secret").exists()
 
 

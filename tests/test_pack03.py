@@ -1,7 +1,7 @@
 """Pack 03 on real releases: breaking its fix or its trigger turns it red, the audit tells what a function does, and its README is what the receipts say."""
 
 import pytest
-from conftest import installed, run_script
+from helpers import installed, run_script
 from packaging.version import Version
 
 from common import history, overlay, runner

@@ -5,7 +5,7 @@ import os
 import subprocess
 
 import pytest
-from conftest import installed, run_script
+from helpers import installed, run_script
 
 from common import history, overlay, runner
 from common.pack import find

@@ -112,13 +112,13 @@ def test_receipts_of_every_release_are_stored_and_show_what_is_expected(known):
 def test_the_script_runs_alone_anywhere(tmp_path, known):
     import uv
 
-    from common.environment import _uv_env
+    from common.environment import _uv_settings
 
     script = tmp_path / "anywhere" / "repro.py"
     script.parent.mkdir()
     shutil.copy(PACK.script, script)
     command = [uv.find_uv_bin(), "run", "--no-project", str(script)]
-    done = subprocess.run(command, cwd=script.parent, env={**os.environ, **_uv_env()}, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=script.parent, env={**os.environ, **_uv_settings()}, capture_output=True, text=True)
     assert done.returncode == 10, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert lines[-1] == "BUG_REPRODUCED"

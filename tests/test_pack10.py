@@ -1,7 +1,7 @@
 """Pack 10 on a commit of the dev branch: breaking its fix or its trigger turns it red; its README says what the receipts say."""
 
 import pytest
-from conftest import installed, made_of_commit, run_script
+from helpers import installed, made_of_commit, run_script
 
 from common import history, overlay, runner
 from common.pack import find

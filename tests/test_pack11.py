@@ -1,7 +1,7 @@
 """Pack 11 on commits of the dev branch: breaking its fix or its trigger turns it red; its README says what the receipts say."""
 
 import pytest
-from conftest import made_of_commit, run_script
+from helpers import made_of_commit, run_script
 
 from common import history, overlay, runner
 from common.pack import find

@@ -1,7 +1,7 @@
 """Pack 24 on a real release: breaking its fix or its trigger turns it red, and its README says what the receipts say."""
 
 import pytest
-from conftest import installed, run_script
+from helpers import installed, run_script
 
 from common import history, overlay, runner
 from common.pack import find

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import FACTS, make_log
+from helpers import FACTS, make_log
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -54,6 +54,7 @@ def test_stopped_at_any_step_the_old_pair_or_the_new_one_is_whole(tmp_path, stor
     store(tmp_path)
     before = folder_state(tmp_path)
     new_log = make_log({**FACTS, "version": "0.7.0", "metrics": {"new": 1}}).replace('"version": "1.0"', '"version": "0.7.0"')
+    new_log = new_log.replace('"dist": "toy"', '"dist": "liger-kernel"')
     calls = 0
     replace, fsync = Path.replace, receipt.write_atomically.__globals__["os"].fsync
 
@@ -96,7 +97,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path, store, monkey
         (lambda text: text[: len(text) // 2], "not whole JSON"),
         (lambda text: "", "not whole JSON"),
         (lambda text: "[]", "not valid"),
-        (lambda text: text.replace('"schema": 1', '"schema": 2'), "update the checkout"),
+        (lambda text: text.replace('"schema": 2', '"schema": 99'), "update the checkout"),
         (lambda text: text.replace('"outcome": "REPRODUCED"', '"outcome": "PERFECT"'), "outcome"),
         (lambda text: text.replace('"evidence": "interpreter"', '"evidence": "none"'), "not valid"),
         (lambda text: text.replace('"agreement"', '"agreememt"'), "not valid"),

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from conftest import ROOT
+from helpers import ROOT
 
 from common import history, plot, schema, site
 from common.errors import UserError

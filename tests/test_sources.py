@@ -48,7 +48,9 @@ def test_a_wheel_names_commit_and_tree_and_is_the_same_each_time(clone, tmp_path
 def test_it_is_installed_by_uv(clone, tmp_path):
     folder, pack, _, _ = clone
     wheel = sources.wheel(pack, "one", folder, tmp_path)
-    there = environment.made(pack.package, "0", "", "", (), tmp_path / "cache", wheel=wheel)
+    there = environment.made(
+        environment.Wanted(package=pack.package, version="0", file="", sha256="", wheel=wheel), tmp_path / "cache"
+    )
     assert (there.site / "pkg/core/data.json").read_text() == "core/data.json"
 
 
@@ -82,7 +84,9 @@ def test_an_sdist_that_cannot_be_built_is_installed_as_it_is(tmp_path):
             member.size = len(text)
             tar.addfile(member, io.BytesIO(text.encode()))
     wheel = sources.of_sdist(tmp_path / "toy_pkg-1.5.tar.gz", "toy-pkg", "1.5", tmp_path)
-    there = environment.made("toy-pkg", "0", "", "", (), tmp_path / "cache", wheel=wheel)
+    there = environment.made(
+        environment.Wanted(package="toy-pkg", version="0", file="", sha256="", wheel=wheel), tmp_path / "cache"
+    )
     assert (there.version, (there.site / "toy_pkg/core/data.json").read_text()) == ("1.5", "{}")
     assert not (there.site / "toy_pkg/include").exists()
     assert not (there.site / "setup.py").exists()

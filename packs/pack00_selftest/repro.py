@@ -23,6 +23,8 @@ facts = {
     "version": version("reproducer-toy"),
     "comparisons": [],
 }
+if MODE == "no-such-gpu":
+    facts["evidence"] = "device:sm_999"
 
 
 def finish(verdict, reason=""):

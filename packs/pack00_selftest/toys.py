@@ -23,7 +23,20 @@ RELEASES = {
     "10.0": "import os, signal\n\ndef total(xs):\n    os.kill(os.getpid(), signal.SIGSEGV)\n",
     "11.0": "def total(xs):\n    return xs[0] * len(xs) + 1e-6\n\nMODE = 'control-fails'\n",
     "12.0": "def total(xs):\n    return sum(xs) * (1 + 5e-9)\n",
-    "13.0": "def total(xs):\n    big = []\n    while True:\n        big.append(bytearray(2**24))\n",
+    # A daemon that has left the session and the environment, and holds the script's output open.
+    "0.1": "import os, time\n\n"
+    + FIXED
+    + """
+if os.fork() == 0:
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    os.execve('/bin/sleep', ['sleep', '3600'], {})
+""",
+    "0.2": "import os, signal\n\ndef total(xs):\n    os.kill(os.getpid(), signal.SIGTERM)\n",
+    "0.3": "def total(xs):\n    return sum(xs) if len(set(xs)) == 1 else float('nan')\n",
+    "0.4": FIXED + "\nMODE = 'no-such-gpu'\n",
+    "13.0": "def total(xs):\n    big = []\n    while True:\n        big.append(bytearray(2**26))\n",
 }
 
 

@@ -1,0 +1,68 @@
+"""What several test files need: a sound log, an installed release, a script run by hand."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from common import lanes, releases, runner, sources
+from common.errors import UserError
+
+ROOT = Path(__file__).parent.parent
+FACTS = {
+    "reproducer": 1,
+    "evidence": "interpreter",
+    "file": "<release>/toy/__init__.py",
+    "version": "1.0",
+    "verdict": "REPRODUCED",
+    "metrics": {},
+    "comparisons": [
+        {"role": "control", "name": "mean", "error": 1e-7, "limit": 1e-5},
+        {"role": "trigger", "name": "none", "error": 0.5, "limit": 1e-5},
+        {"role": "signature", "name": "grad_output[0]", "holds": True},
+    ],
+}
+
+
+def make_log(facts=FACTS, *, sentinel="BUG_REPRODUCED", exit=10, body=None, side="unpatched", **closing):
+    """A stored log as the runner writes it; the default one is a sound REPRODUCED."""
+    opening = {"pack": "pack09", "dist": "toy", "version": "1.0", "side": side, "lane": "triton-interpreter", "arguments": []}
+    lines = [json.dumps({"runner": opening})]
+    lines += body if body is not None else ["some output", json.dumps(facts), sentinel]
+    ending = {"exit": exit, "signal": None, "stopped": None, "seconds": 1.0, "peak_rss": 1, "cut": 0, **closing}
+    return "\n".join([*lines, json.dumps({"runner": ending})]) + "\n"
+
+
+def installed(pack, version):
+    """The environment of one release, as the runner makes it."""
+    release = next(r for r in releases.of(pack, runner.CACHE)[0] if r.version == version)
+    return runner.installed(pack, release, runner.CACHE)
+
+
+def made_of_commit(pack, variant):
+    """The environment of a variant's commit: from a clone at $UPSTREAM_CLONE, or fetched; skips the test where neither has it."""
+    clone = os.environ.get("UPSTREAM_CLONE")
+    try:
+        wheel = sources.wheel(pack, variant, Path(clone) if clone else None, runner.CACHE)
+    except UserError as error:
+        pytest.skip(f"{error} For this test: UPSTREAM_CLONE=DIR")
+    return runner.installed(pack, releases.Release(version="0", file="", sha256=""), runner.CACHE, wheel)
+
+
+def run_script(pack, there, fixed, side, lane, *arguments, script=None):
+    """A pack's script, without a GPU, with the tree ``fixed`` before the release: its last line, its JSON line, all it said."""
+    env = {
+        **os.environ,
+        "PYTHONPATH": f"{fixed}{os.pathsep}{there.site}",
+        "REPRODUCER_SIDE": side,
+        "CUDA_VISIBLE_DEVICES": "",
+        "TMPDIR": str(fixed.parent),
+        "TILELANG_CACHE_DIR": str((script or fixed).parent),
+    }
+    command = [*lanes.command(there.python, lane, script or pack.script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=fixed.parent, env=env)
+    lines = ["", "", *done.stdout.splitlines()]
+    facts = json.loads(lines[-2]) if lines[-2].startswith("{") else {}
+    return lines[-1], facts, done.stdout + done.stderr
