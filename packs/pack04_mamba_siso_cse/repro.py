@@ -331,7 +331,7 @@ for name, shape, chunk, lengths in small if interpreted else large:
     metrics.setdefault("errors", {})[name] = errors
     # The angles are summed over the sequence in bf16 on a GPU, so theirs and dDT's errors grow with S; the kernel at issue has no part in it.
     own = {n: e for n, e in errors.items() if interpreted or n in ("dQ", "dK", "dV", "dADT", "dD", "dZ")}
-    worst = max(own, key=own.get)
+    worst = max(own, key=lambda name: (math.isnan(own[name]), own[name]))  # Python's max drops NaN
     print("         " + "  ".join(f"{n} {e:.1e}" for n, e in errors.items()))
     state(
         "control",

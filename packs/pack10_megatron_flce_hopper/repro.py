@@ -16,6 +16,7 @@ import contextlib
 import importlib
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -147,7 +148,9 @@ def parity(group=None, rank=0, world=1, sequence_parallel=False, dtype=torch.flo
             ("dW", mine[1].grad, exact[1].grad.chunk(world)[rank]),
         ):
             error = ((got.double() - want).norm() / want.norm()).item()
-            worst[name] = max(worst.get(name, 0.0), error)
+            worst[name] = (
+                torch.tensor([worst.get(name, 0.0), error], dtype=torch.float64).max().item()
+            )  # Python's max drops NaN
     # Every rank holds the sum of exponentials of all ranks, and divides by the valid tokens of all labels, which every rank has.
     owner = {"accumulator": str(accumulator.dtype), "divides by": int(count), "valid labels": int((labels != -100).sum())}
     return {"errors": worst, "largest": largest, "logits": S * B * V // world, **owner}
@@ -206,7 +209,7 @@ if patched:
             for way, found in json.loads(file.with_name(f"found.{rank}").read_text()).items():
                 metrics["parity"][f"{way}, rank {rank}"] = found
     for way, found in metrics["parity"].items():
-        worst = max(found["errors"], key=found["errors"].get)
+        worst = max(found["errors"], key=lambda name: (math.isnan(found["errors"][name]), found["errors"][name]))
         error, name = found["errors"][worst], f"{way}: loss, dH and dW against fp64, worst {worst}"
         if "bf16" in way:  # as far off as bf16 is, which says nothing about the margin of what is fp32
             state("control", f"{name}, within 1e-2", error < 1e-2)

@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import importlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -53,7 +54,7 @@ def state(role, name, holds, **measured):
 def compare(name, found):
     """The worst error of loss, dH and dW; 1 where there is none because it raised."""
     errors = found.get("errors", {found.get("raises"): 1.0})
-    worst = max(errors, key=errors.get)
+    worst = max(errors, key=lambda part: (math.isnan(errors[part]), errors[part]))  # Python's max drops NaN
     state("control", f"{name}: loss, dH and dW against fp64, worst {worst}", None, error=errors[worst], limit=1e-5)
 
 
@@ -180,7 +181,7 @@ def loss_of(kind, impl, rank=0, world=1, sequence_parallel=False, ignored=(), mi
     found["errors"] = {name: ((got.double() - want).norm() / want.norm()).item() for name, (got, want) in pairs.items()}
     found["size of dH"] = (own.grad.norm() / want_hidden.norm()).item()
     if ignored:
-        found["loss of label -100"] = max(loss[place].item() for place in ignored)
+        found["loss of label -100"] = torch.stack([loss[place] for place in ignored]).max().item()
     return found
 
 
