@@ -77,10 +77,33 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the tests; '-- -m "not network"' leaves out those that install real releases."""
+    """Run the fast tests, one real run of pack09 among them."""
+    run_tests(session, "not network and not browser and not cluster")
+
+
+@nox.session(default=False)
+def packs(session: nox.Session) -> None:
+    """Run the tests of the packs: they install real releases and break fixes; UPSTREAM_CLONE=DIR gives a clone of Megatron-LM."""
+    run_tests(session, "network")
+
+
+@nox.session(default=False)
+def browser(session: nox.Session) -> None:
+    """Look at the site in Chromium."""
+    run_tests(session, "browser")
+
+
+@nox.session(default=False, name="cluster")
+def on_a_cluster(session: nox.Session) -> None:
+    """Run the tests that start a dask cluster."""
+    run_tests(session, "cluster")
+
+
+def run_tests(session: nox.Session, which: str) -> None:
     session.install("--quiet", "--editable", ".[cluster,site]", *nox.project.dependency_groups(PYPROJECT, "tests"))
     # A worker keeps a file's tests together: they share an installed release.
-    session.run("pytest", "--numprocesses=auto", "--maxprocesses=4", "--dist=loadfile", *session.posargs)
+    given = session.posargs if "-m" in session.posargs else ["-m", which, *session.posargs]
+    session.run("pytest", "--numprocesses=auto", "--maxprocesses=4", "--dist=loadfile", *given)
 
 
 @nox.session(default=False)

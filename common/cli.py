@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         "run",
         prog=session,
         help="run a pack on releases of its upstream, unpatched and patched",
-        description="Run a pack on releases of its upstream, unpatched and patched, and store a receipt of each run. "
+        description="Run a pack on releases of its upstream, unpatched and patched, and compare with what is recorded. "
         "Arguments of the pack's own script (--shape, --dtype, …) may follow and are handed to it.",
     )
     # A nox session names the pack itself.
@@ -128,7 +128,10 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--lane", help="this lane instead of the strongest that the machine allows")
     run.add_argument("--variant", help="arguments that the pack has a name for (see its pack.toml)")
     run.add_argument("--jobs", type=int, metavar="N", help="releases at a time (default: one a core, one on a GPU)")
-    run.add_argument("--results", type=Path, metavar="DIR", help="where receipts go (default: results/)")
+    run.add_argument("--record", action="store_true", help="keep the receipts in results/, as regress does")
+    run.add_argument(
+        "--results", type=Path, metavar="DIR", help="where receipts go (default: .cache/runs/, or results/ with --record)"
+    )
     run.add_argument("--machine", metavar="NAME", help="the machine's name in results/ (default: made from what it is)")
     run.add_argument("--proofs", action="store_true", help="print the three proofs of every verdict, however many")
     run.add_argument("--picture", type=Path, metavar="SVG", help="also save what is printed as a picture")

@@ -40,7 +40,7 @@ def complain(sentence: str) -> None:
 
 
 def run(options: argparse.Namespace, extra: list[str]) -> int:
-    from common import environment, lanes, overlay, pool, report, runner, sources
+    from common import environment, history, lanes, overlay, pool, report, runner, sources
 
     pack = find(options.pack)
     _check(options)
@@ -51,8 +51,9 @@ def run(options: argparse.Namespace, extra: list[str]) -> int:
     lane = lanes.choose(pack, options.lane or (own.lane if own else None))
     pack = pack.varied(variant, lane)
     out = report.console()
-    # The self-test's receipts are about the harness and say nothing of a release.
-    results = options.results or (runner.CACHE / "selftest" if pack.kind == "selftest" else runner.RESULTS)
+    if options.record and (pack.kind == "selftest" or options.patch or options.without):
+        raise UserError("--record is for a pack's own fix on releases: the self-test, --patch and --without make no record.")
+    results = options.results or (runner.RESULTS if options.record else runner.CACHE / "runs")
     review = options.patch is not None or options.without is not None
     if review:  # Verdicts on somebody's diff, or on a fix broken on purpose, are no record of the release.
         named = options.patch.stem if options.patch else f"without-{options.without}"
@@ -109,6 +110,8 @@ def run(options: argparse.Namespace, extra: list[str]) -> int:
     parts: list[RenderableType] = [report.proofs(rows)] if options.proofs or len(rows) <= report.PROOFS else []
     parts.append(report.table(rows, f"{pack.name} · {pack.package}" + (f" · {variant}" if variant else "")))
     parts += surprising or ([Text("✓ Every verdict is what the pack expects.", "green")] if not failures else [])
+    if results != runner.RESULTS and pack.kind != "selftest" and not review:
+        parts += report.compared(rows, history.load(runner.RESULTS, [find(options.pack)]))
     for part in parts:
         out.print(part)
     if options.picture is not None:

@@ -25,7 +25,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from common.history import said
+from common.history import History, Seen, said
 from common.runner import Failure, Row
 
 #: The colour of an outcome; red is for what is not as expected, never for a bug that was to be seen.
@@ -127,6 +127,30 @@ def coverage(row: Row) -> Iterator[str]:
     ):
         if patch.get(key):
             yield f"{patch['name']}: {what}: {', '.join(patch[key])}"
+
+
+def compared(rows: Sequence[Row], recorded: History) -> Iterator[Text]:
+    """Whether runs agree with the records of any machine, so that a plain run says something without changing a file in git."""
+    ran = [row for row in rows if row.receipt]
+    known: dict[tuple[str, ...], list[Seen]] = {}
+    for seen in recorded.runs:
+        known.setdefault((seen.pack, seen.dist, seen.version, seen.side, seen.variant), []).append(seen)
+    agree, unknown = 0, []
+    for row in ran:
+        cell = row.cell
+        seen_before = known.get((cell.pack, cell.dist, cell.version, cell.side, cell.variant), [])
+        words = {seen.word: seen for seen in seen_before}
+        if not words:
+            unknown.append(f"{cell.version} {cell.side}")
+        elif (word := said(row.verdict, cell.side)) in words or told(row) in words:
+            agree += 1
+        else:
+            was = "; ".join(f"{seen.word} on {seen.machine}, {seen.started[:10]}" for seen in words.values())
+            yield Text(f"≠ {cell.version} {cell.side}: {word}, and recorded is {was}", "yellow")
+    if ran:
+        yield Text(f"{agree} of {len(ran)} sides as recorded in results/; --record keeps these runs there.", "dim")
+    if unknown:
+        yield Text(f"No record of {', '.join(unknown)}.", "dim")
 
 
 def picture(parts: Sequence[RenderableType], title: str) -> str:

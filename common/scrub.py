@@ -56,7 +56,11 @@ ALLOWED_ENV = frozenset(
     ]
 )
 #: Needed to run at all, never recorded.
-PLUMBING_ENV = re.compile(r"PATH|LD_LIBRARY_PATH|LANG|LC_[A-Z]+|TZ|CUDA_HOME|CUDA_PATH")
+PLUMBING_ENV = re.compile(
+    r"PATH|LD_LIBRARY_PATH|LANG|LC_[A-Z]+|TZ|CUDA_HOME|CUDA_PATH"
+    # A machine that switches multicast over NVLink off has its reasons, which hold for what runs here as well.
+    r"|TORCH_SYMM_MEM_DISABLE_MULTICAST|NVSHMEM_DISABLE_NVLS"
+)
 
 # Each begins where its first character cannot continue an earlier try, so that a text is read once, whatever it holds.
 _CREDENTIALS = (

@@ -305,7 +305,11 @@ def test_two_writers_of_one_cell_leave_a_whole_pair(cache, tmp_path):
         (["--confirm", "0"], "--confirm 0"),
         (["--machine", "a/b"], "is no name for a folder"),
         (["--pack", "00", "--results", "README.md"], "README.md"),
-        (["--pack", "00", "--results", "RESULTS", "--scheduler", "tcp://127.0.0.1:9"], "No dask scheduler answers at"),
+        pytest.param(
+            ["--pack", "00", "--results", "RESULTS", "--scheduler", "tcp://127.0.0.1:9"],
+            "No dask scheduler answers at",
+            marks=pytest.mark.cluster,
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence(cli, cache, tmp_path, arguments, said):
@@ -358,6 +362,7 @@ def comparable(results):
     return found
 
 
+@pytest.mark.cluster
 def test_a_cluster_gives_the_same_even_when_a_worker_is_killed(cache, tmp_path):
     from distributed import LocalCluster
 

@@ -51,6 +51,8 @@ def test_planted(text, clean):
 def test_the_environment_that_is_recorded_and_the_one_that_is_passed_on():
     assert allowed_env(ENVIRON) == {"CUDA_VISIBLE_DEVICES": "0", "NVTE_DEBUG": "1"}
     assert set(run_env(ENVIRON)) == {"CUDA_VISIBLE_DEVICES", "NVTE_DEBUG", "PATH"}
+    multicast_off = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+    assert run_env(multicast_off) == multicast_off
 
 
 @given(st.text(), st.text())

@@ -209,6 +209,7 @@ def test_watch_to_a_place_that_cannot_be_written_runs_nothing(cli, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.cluster
 def test_ctrl_c_on_a_cluster_is_clean(tmp_path):
     """dask's executor takes no ``cancel_futures``: Ctrl-C ended in a TypeError."""
     pytest.importorskip("distributed")
