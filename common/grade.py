@@ -22,7 +22,8 @@ from typing import Any
 
 #: The factor between bug error, limit and control error under which a numeric verdict is refused.
 MARGIN = 10.0
-EXIT = {"REPRODUCED": 10, "ABSENT": 0, "CHANGED": 125, "UNTESTABLE": 125}
+EXIT = {"REPRODUCED": 10, "ABSENT": 0, "CHANGED": 125, "UNTESTABLE": 125, "MEASURED": 0}
+ROLES = ("trigger", "control", "signature")
 #: What a script may claim beyond its verdict.
 CLAIMS = ("BITWISE_IDENTICAL", "MEMORY_SAVE_VERIFIED", "LEGALITY_PROVED")
 #: Weakest first; "device" is followed by ":sm_90" and the like.
@@ -39,7 +40,7 @@ CRASHES = ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRA
 #: The longest reason or name that is taken from a log, in characters.
 LONGEST = 200
 
-_SENTINEL = re.compile(r"^(BUG_REPRODUCED|BUG_ABSENT|FIX_VALIDATED|(?:CHANGED|UNTESTABLE)(?:: .+)?)$")
+_SENTINEL = re.compile(r"^(BUG_REPRODUCED|BUG_ABSENT|FIX_VALIDATED|MEASURED|(?:CHANGED|UNTESTABLE)(?:: .+)?)$")
 #: The runner's own word for why the script was not run, or was ended.
 _STOPS = {"timeout": "timeout", "memory": "oom", "install": "install", "anchor": "anchor", "source": "source"}
 
@@ -96,6 +97,35 @@ def split(log: str) -> tuple[dict[str, Any], list[str], dict[str, Any]]:
 
 
 def _grade(opening: dict[str, Any], body: list[str], closing: dict[str, Any]) -> Verdict:
+    """The verdict of repro.py and, where it is a fix that looks right, of validate.py, which is run after it."""
+    if not opening.get("validate"):
+        return _of_script(opening, body, closing)
+    second = closing.get("validate")
+    verdict = _of_script(opening, body[: opening.get("lines")], closing)
+    if verdict.outcome not in ("ABSENT", "NOTHING_TO_FIX"):
+        return verdict
+    if not isinstance(second, dict) or not isinstance(opening.get("lines"), int):
+        raise Disagreement("FIX_VALIDATED without validate.py, which the pack has")
+    deep = _of_script({**opening, "patch": None}, body[opening["lines"] :], second)
+    if deep.outcome == "ABSENT":
+        ran = f"{len(deep.passed)} checks of validate.py passed"
+        found = {**verdict.metrics, **({"validate": dict(deep.metrics)} if deep.metrics else {})}
+        passed = (*verdict.passed, *(f"validate: {name}" for name in deep.passed))
+        worst = max((e for e in (verdict.bug_error, deep.bug_error) if e is not None), default=None)
+        return replace(
+            verdict,
+            proofs={**verdict.proofs, "validation": ran},
+            metrics=found,
+            passed=passed,
+            bug_error=worst,
+            claims=deep.claims or verdict.claims,
+        )
+    if deep.outcome == "REPRODUCED":
+        return replace(deep, outcome="CHANGED", reason=plain(f"validate: {deep.failed[0]}"), proofs={}, claims=())
+    return replace(deep, reason=plain(f"validate: {deep.reason}"))
+
+
+def _of_script(opening: dict[str, Any], body: list[str], closing: dict[str, Any]) -> Verdict:
     stopped, exit_code = closing.get("stopped"), closing.get("exit")
     if stopped == "nothing-to-patch":
         return Verdict(outcome="NOTHING_TO_PATCH", reason=str(closing.get("message", "")))
@@ -155,6 +185,8 @@ def _proved(opening: dict[str, Any], body: list[str], exit_code: object, sentine
     origin = _origin(opening, facts)
     if outcome == "CHANGED":
         return Verdict(outcome=outcome, reason=reason, evidence=evidence, proofs={"trigger": origin}, metrics=_metrics(facts))
+    if outcome == "MEASURED":
+        return _measured(evidence, origin, facts)
     verdict = _weighed(outcome, evidence, origin, facts, sentinel)
     return _of_patch(opening, verdict) if opening.get("patch") else verdict
 
@@ -171,7 +203,7 @@ def _of_patch(opening: dict[str, Any], verdict: Verdict) -> Verdict:
 
 
 def _facts(body: Sequence[str], sentinel: str) -> dict[str, Any]:
-    found = [facts for line in body if (facts := _object(line)).get("reproducer") == 1]
+    found = [facts for line in body if 1 in ((facts := _object(line)).get("report"), facts.get("reproducer"))]
     if len(found) != 1:
         raise Disagreement(f"the log holds {len(found)} JSON lines beside the sentinel {sentinel!r}, not one")
     return found[0]
@@ -188,42 +220,75 @@ def _origin(opening: dict[str, Any], facts: dict[str, Any]) -> str:
     return f"{opening.get('dist')} {version} from {file}"
 
 
+def _measured(evidence: str, origin: str, facts: dict[str, Any]) -> Verdict:
+    """What measure.py found: numbers, and no word on whether the bug is there."""
+    checks = _checks(facts)
+    metrics = _metrics(facts)
+    if failed := [c.name for c in checks if not c.ok]:
+        raise Disagreement(f"it measured something that is not right: {', '.join(failed)}")
+    if not metrics:
+        raise Disagreement("MEASURED without a number")
+    passed = tuple(c.name for c in checks)
+    return Verdict(outcome="MEASURED", evidence=evidence, proofs={"trigger": origin}, passed=passed, metrics=metrics)
+
+
 @dataclass(frozen=True, slots=True)
-class _Comparison:
+class _Check:
+    """``ok``: a correct release behaves so; of a signature: the bug behaves so where it is there."""
+
     name: str
     role: str
     error: float | None
     limit: float | None
-    holds: bool
-
-    @property
-    def numeric(self) -> bool:
-        return self.limit is not None
+    ok: bool
+    #: What a receipt lists it under; in the older form a trigger "passed" where it showed the bug.
+    passed: bool
 
 
-def _comparisons(facts: dict[str, Any]) -> list[_Comparison]:
-    """Each has a name, a role, and either error and limit or ``holds``. An error that is missing or not finite is infinite."""
-    listed = facts.get("comparisons")
+def _checks(facts: dict[str, Any]) -> list[_Check]:
+    """The checks of the JSON line. An error that is missing or not finite is infinite, and so has failed."""
+    listed, read = facts.get("checks"), _check
+    if "reproducer" in facts:  # Logs from before the report block.
+        listed, read = facts.get("comparisons"), _comparison
     if not isinstance(listed, list):
-        raise Disagreement("the JSON line has no list of comparisons")
-    return [_comparison(raw) for raw in listed]
+        raise Disagreement("the JSON line has no list of checks")
+    found = []
+    for raw in listed:
+        try:
+            found.append(read(raw))
+        except (KeyError, TypeError, ValueError) as error:
+            raise Disagreement(f"the JSON line has a check that cannot be read: {plain(json.dumps(raw))[:120]}") from error
+    return found
 
 
-def _comparison(raw: Any) -> _Comparison:
-    try:
-        name, role = plain(str(raw["name"])), str(raw["role"])
-        if "limit" not in raw:
-            if raw["holds"] is not True and raw["holds"] is not False:
-                raise ValueError
-            return _Comparison(name, role, None, None, raw["holds"])
-        limit, given = _number(raw["limit"]), raw.get("error")
-        error = math.inf if given is None else _number(given)
-        # A check with an endless limit could not fail.
-        if not (0 < limit < math.inf and error >= 0):
-            raise ValueError
-        return _Comparison(name, role, error, limit, error <= limit)
-    except (KeyError, TypeError, ValueError) as error:
-        raise Disagreement(f"the JSON line has a comparison that cannot be read: {plain(json.dumps(raw))[:120]}") from error
+def _check(raw: Any) -> _Check:
+    if raw["ok"] is not True and raw["ok"] is not False:
+        raise ValueError
+    if raw["role"] not in ROLES:
+        raise ValueError
+    check = _numeric(raw) if "limit" in raw else _Check(plain(str(raw["name"])), raw["role"], None, None, raw["ok"], raw["ok"])
+    if check.ok is not raw["ok"]:
+        raise ValueError
+    return check
+
+
+def _comparison(raw: Any) -> _Check:
+    """The older form, where ``holds`` of a trigger said that the bug is there."""
+    if "limit" in raw:
+        return _numeric(raw)
+    if raw["holds"] is not True and raw["holds"] is not False:
+        raise ValueError
+    role = str(raw["role"])
+    return _Check(plain(str(raw["name"])), role, None, None, raw["holds"] is not (role == "trigger"), raw["holds"])
+
+
+def _numeric(raw: Any) -> _Check:
+    limit, given = _number(raw["limit"]), raw.get("error")
+    error = math.inf if given is None else _number(given)
+    # A check with an endless limit could not fail.
+    if not (0 < limit < math.inf and error >= 0):
+        raise ValueError
+    return _Check(plain(str(raw["name"])), str(raw["role"]), error, limit, error <= limit, error <= limit)
 
 
 def _number(value: Any) -> float:
@@ -234,23 +299,24 @@ def _number(value: Any) -> float:
 
 def _weighed(outcome: str, evidence: str, origin: str, facts: dict[str, Any], sentinel: str) -> Verdict:
     """The three proofs of a REPRODUCED or ABSENT, recomputed from the comparisons."""
-    comparisons = _comparisons(facts)
-    by_role = {role: [c for c in comparisons if c.role == role] for role in ("trigger", "control", "signature")}
+    checks = _checks(facts)
+    word = "comparison" if "reproducer" in facts else "check"
+    by_role = {role: [c for c in checks if c.role == role] for role in ROLES}
     triggers, controls = by_role["trigger"], by_role["control"]
     if not triggers:
-        raise Disagreement(f"{sentinel} without a comparison that triggers the bug: nothing ran")
+        raise Disagreement(f"{sentinel} without a {word} that triggers the bug: nothing ran")
     if not controls:
         raise Disagreement(f"{sentinel} without a control")
-    if failed := [c.name for c in controls if not c.holds]:
+    if failed := [c.name for c in controls if not c.ok]:
         raise Disagreement(f"{sentinel}, but the control failed: {', '.join(failed)}")
-    numeric = [c for c in triggers if c.numeric]
+    numeric = [c for c in triggers if c.limit is not None]
     bug = max((c.error or 0.0 for c in numeric), default=None)
     worst = max(numeric, key=lambda c: c.error or 0.0, default=None)
     limit = worst.limit if worst else None
-    control = max((c.error or 0.0 for c in controls if c.numeric), default=None)
-    seen = any(not c.holds for c in numeric) or any(c.holds for c in triggers if not c.numeric)
+    control = max((c.error or 0.0 for c in controls if c.limit is not None), default=None)
+    seen = any(not c.ok for c in triggers)
     if seen != (outcome == "REPRODUCED"):
-        raise Disagreement(f"the comparisons {'show' if seen else 'do not show'} the bug, and the sentinel is {sentinel}")
+        raise Disagreement(f"the {word}s {'show' if seen else 'do not show'} the bug, and the sentinel is {sentinel}")
     finite = None if bug is None or bug == float("inf") else bug
     verdict = Verdict(
         outcome=outcome,
@@ -259,17 +325,17 @@ def _weighed(outcome: str, evidence: str, origin: str, facts: dict[str, Any], se
         limit=limit,
         control_error=control,
         proofs={
-            "trigger": f"{len(triggers)} trigger comparison(s) ran on {origin}",
+            "trigger": f"{len(triggers)} trigger {word}(s) ran on {origin}",
             "control": "passed: " + "; ".join(c.name for c in controls),
             "agreement": f"exit {EXIT[outcome]}, JSON {outcome} and {sentinel} agree",
         },
         claims=tuple(c for c in CLAIMS if c in (facts.get("claims") or ())),
-        passed=tuple(c.name for c in comparisons if c.holds),
-        failed=tuple(c.name for c in comparisons if not c.holds),
+        passed=tuple(c.name for c in checks if c.passed),
+        failed=tuple(c.name for c in checks if not c.passed),
         metrics=_metrics(facts),
     )
     if outcome == "REPRODUCED":
-        if unlike := [c.name for c in by_role["signature"] if not c.holds]:
+        if unlike := [c.name for c in by_role["signature"] if not c.ok]:
             raise Disagreement(f"wrong results, but not with the declared signature: {', '.join(unlike)}")
         if bug is not None and limit is not None and not bug >= MARGIN * limit:
             return _without_margin(verdict)

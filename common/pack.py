@@ -15,6 +15,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from common import reportblock
 from common.errors import UserError
 
 if sys.version_info >= (3, 11):
@@ -56,6 +57,8 @@ class Variant:
     verdict: str | None = None
     #: A commit of the upstream, 40 hex digits, which is run in place of a release.
     source: str | None = None
+    #: measure.py, where the variant measures and gives no verdict on the bug.
+    script: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +96,8 @@ class Pack:
     #: Options of the script that make it a tool for the user's own code: it then gives no verdict, and gets no receipt.
     tools: tuple[str, ...]
     build: Mapping[str, str]
+    #: The deep check of the fix, run on the patched side after repro.py; FIX_VALIDATED needs both.
+    validate: str | None
     timeout: float
     memory: float
 
@@ -103,6 +108,15 @@ class Pack:
     @property
     def script(self) -> Path:
         return self.folder / "repro.py"
+
+    def script_of(self, variant: str) -> Path:
+        """What is run: repro.py, or what a variant names in its place."""
+        own = self.variants.get(variant)
+        return self.folder / (own.script if own and own.script else self.script.name)
+
+    def deep_check(self, variant: str) -> Path | None:
+        """The script that a fix has to pass besides repro.py; none where it is not repro.py that is run."""
+        return self.folder / self.validate if self.validate and self.script_of(variant) == self.script else None
 
     @property
     def fix(self) -> Path:
@@ -134,8 +148,17 @@ class Pack:
     def hashes(self, side: str, lane_files: Iterable[Path] = (), variant: str = "") -> dict[str, str]:
         """sha256 of all that decides what a run of ``side`` shows: files, pins and settings. A receipt with others is stale."""
         fixes = [self.fix, *(find(name, self.folder.parent).fix for name in self.fix_from)]
-        files = [self.script, *lane_files] + (fixes if side == "patched" else [])
-        hashes = {_label(self.folder, f): hashlib.sha256(f.read_bytes()).hexdigest() for f in files if f.exists()}
+        scripts = [self.script, self.script_of(variant)]
+        deep = self.deep_check(variant)
+        scripts += [deep] if deep and side == "patched" else []
+        hashes = {}
+        for script in dict.fromkeys(scripts):
+            text = script.read_text(encoding="utf-8")
+            hashes[script.name] = hashlib.sha256(reportblock.own(text).encode()).hexdigest()
+            if block := reportblock.block(text):
+                hashes["report"] = hashlib.sha256(block.encode()).hexdigest()
+        files = [*lane_files] + (fixes if side == "patched" else [])
+        hashes |= {_label(self.folder, f): hashlib.sha256(f.read_bytes()).hexdigest() for f in files if f.exists()}
         hashes["requires"] = hashlib.sha256("\n".join(self.requires).encode()).hexdigest()
         hashes["settings"] = hashlib.sha256(json.dumps(self._settings(variant), sort_keys=True).encode()).hexdigest()
         return hashes
@@ -265,7 +288,7 @@ class _Reader:
             fixed=self.get("fixed", dict, {}),
             pinned=pinned,
             expected=tuple(self.expectations(kind)),
-            variants=dict(self.variants()),
+            variants=dict(self.variants(folder)),
             wheels=self.get("wheels", str, None) if "wheels" in self.raw else None,
             nightly=self.get("nightly", str, None) if "nightly" in self.raw else None,
             companions=tuple(self.companions()),
@@ -278,6 +301,7 @@ class _Reader:
             as_files=self.get("as_files", bool, False),
             tools=self.strings("tools", []),
             build=self.get("build", dict, {}),
+            validate=self.script(folder, "validate", self.raw.get("validate")),
             timeout=self.positive("timeout", 180),
             memory=self.positive("memory", 8),
         )
@@ -310,6 +334,15 @@ class _Reader:
             raise self.fail("python", f"must be a version such as '3.12', not {version!r}")
         return version if sys.version_info < tuple(map(int, version.split("."))) else None
 
+    def script(self, folder: Path, key: str, name: Any) -> str | None:
+        if name is None:
+            return None
+        if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*\.py", name):
+            raise self.fail(key, f"must be a script's name such as 'validate.py', not {name!r}")
+        if not (folder / name).is_file():
+            raise self.fail(key, f"names {name}, and there is no such file in {folder.name}")
+        return name
+
     def prefix(self) -> str:
         prefix: str = self.get("prefix", str, "")
         if prefix and not re.fullmatch(r"(?:[A-Za-z0-9_-][A-Za-z0-9._-]*/)+", prefix):
@@ -324,19 +357,19 @@ class _Reader:
                 raise self.fail(f"pins.{lane}", "must be a list of requirements")
             yield lane, self.requirements(f"pins.{lane}", listed)
 
-    def variants(self) -> Iterable[tuple[str, Variant]]:
+    def variants(self, folder: Path) -> Iterable[tuple[str, Variant]]:
         for name, given in self.get("variants", dict, {}).items():
             table = given if isinstance(given, dict) else {"arguments": given}
             lists = [table.get("arguments", []), table.get("requires", [])]
             if (
                 not re.fullmatch(r"[a-z0-9.-]+", name)
-                or set(table) - {"arguments", "lane", "requires", "source", "verdict"}
+                or set(table) - {"arguments", "lane", "requires", "script", "source", "verdict"}
                 or not all(isinstance(words, list) and all(isinstance(w, str) for w in words) for words in lists)
-                or not all(isinstance(table.get(key, ""), str) for key in ("lane", "source", "verdict"))
+                or not all(isinstance(table.get(key, ""), str) for key in ("lane", "script", "source", "verdict"))
             ):
                 raise self.fail(
                     "variants",
-                    f"has {name!r}, which must be a lower-case name with a list of arguments, or a table of arguments, lane, requires, source and verdict",
+                    f"has {name!r}, which must be a lower-case name with a list of arguments, or a table of arguments, lane, requires, script, source and verdict",
                 )
             if "source" in table and not (
                 re.fullmatch(r"[0-9a-f]{40}", table["source"]) and "verdict" in table and self.raw.get("tree")
@@ -350,7 +383,8 @@ class _Reader:
                     arguments=tuple(lists[0]),
                     lane=table.get("lane"),
                     requires=tuple(lists[1]),
-                    verdict=table.get("verdict"),
+                    verdict=table.get("verdict", "MEASURED" if "script" in table else None),
+                    script=self.script(folder, "variants", table.get("script")),
                     source=table.get("source"),
                 ),
             )

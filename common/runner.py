@@ -223,6 +223,8 @@ def expected(plan: Plan, version: str, side: str) -> tuple[str, str]:
     own = plan.pack.variants.get(plan.variant)
     if own is not None and own.verdict is not None:
         expectation = replace(expectation, verdict=own.verdict, why=f"the variant {plan.variant} shows it")
+    if own is not None and own.verdict == "MEASURED":
+        return expected_measured(plan, version, side)
     if side == "unpatched":
         return expectation.verdict, expectation.why
     if plan.patch is not None and expectation.outcome != "REPRODUCED":
@@ -234,6 +236,13 @@ def expected(plan: Plan, version: str, side: str) -> tuple[str, str]:
     if expectation.outcome in ("ABSENT", "CHANGED"):
         return "NOTHING_TO_PATCH", expectation.why
     return expectation.verdict, expectation.why
+
+
+def expected_measured(plan: Plan, version: str, side: str) -> tuple[str, str]:
+    """A variant that measures does so as released and, where there is something to fix, with the fix."""
+    expectation = plan.pack.expectation(version)
+    fixed = expectation is not None and expectation.outcome == "REPRODUCED" and plan.pack.fix.is_file()
+    return ("MEASURED", "it measures") if side == "unpatched" or fixed else ("NOTHING_TO_PATCH", "there is nothing to fix")
 
 
 def _side(
@@ -311,6 +320,9 @@ class _Ran:
 
     closing: Mapping[str, Any]
     output: str = ""
+    #: How many of its lines are repro.py's, where validate.py was run after it.
+    lines: int | None = None
+    validate: bool = False
     environment: Environment | None = None
     command: list[str] = field(default_factory=list)
     settings: Mapping[str, str] = field(default_factory=dict)
@@ -328,7 +340,7 @@ def _attempt(
     stop: threading.Event | None,
 ) -> _Ran:
     """Install, overlay, execute: each hands its result to the next, and what cannot go on says how it ended."""
-    ended: dict[str, Any] | None = None if before is None else _skip(before.verdict, plan)
+    ended: dict[str, Any] | None = None if before is None else _skip(before.verdict, plan, release.version)
     if before is not None and ended is not None:  # A side that is not run is still about the same file.
         return _Ran(closing={"exit": None, **ended}, environment=before.environment)
     scrub = _scrubber(plan, place, None)
@@ -342,24 +354,38 @@ def _attempt(
     try:
         patch = _overlay(plan, cell, there, place, before, scrub) if cell.side == "patched" else None
     except AnchorError as error:
-        closing = {"exit": None, "stopped": "anchor", "message": scrub(str(error))}
-        return _Ran(closing=closing, environment=there, notes=notes)
+        at_anchor = {"exit": None, "stopped": "anchor", "message": scrub(str(error))}
+        return _Ran(closing=at_anchor, environment=there, notes=notes)
     command, environ = _command(plan, there), _environ(plan, cell, there, place)
-    with writing(place):
-        ended_as = run(
-            _sandboxed(plan, there, place, command) if plan.sandbox else command,
-            env=environ,
-            cwd=place / "tmp",
-            timeout=plan.pack.timeout,
-            memory=int(plan.pack.memory * 2**30),
-            stop=stop,
-            mark=place.name,
-        )
+
+    def execute(command: list[str]) -> Ended:
+        with writing(place):
+            return run(
+                _sandboxed(plan, there, place, command) if plan.sandbox else command,
+                env=environ,
+                cwd=place / "tmp",
+                timeout=plan.pack.timeout,
+                memory=int(plan.pack.memory * 2**30),
+                stop=stop,
+                mark=place.name,
+            )
+
+    ended_as = execute(command)
     output = scrub(ended_as.output)
     if ended_as.exit == 2 and (complaint := re.search(r"^repro\.py: error: (.+)$", output, re.MULTILINE)):
         raise UserError(f"{plan.pack.folder.name}/repro.py does not take these arguments: {complaint[1]}.")
+    closing: dict[str, Any] = _closing(ended_as, sandbox=plan.sandbox)
+    deep = plan.pack.deep_check(plan.variant) if cell.side == "patched" else None
+    lines = None
+    if deep is not None and closing["exit"] == 0:
+        lines = len(output.splitlines())
+        second = execute(_command(plan, there, deep))
+        output = f"{output}{'' if output.endswith(chr(10)) else chr(10)}{scrub(second.output)}"
+        closing["validate"] = _closing(second, sandbox=plan.sandbox)
     return _Ran(
-        closing=_closing(ended_as, sandbox=plan.sandbox),
+        closing=closing,
+        lines=lines,
+        validate=deep is not None,
         output=output,
         environment=there,
         command=["python", *(scrub(word) for word in command[1:])],
@@ -466,8 +492,8 @@ def _overlay(plan: Plan, cell: Cell, there: Environment, place: Path, before: Ro
     return {"name": name, "sha256": sha256, **more}
 
 
-def _command(plan: Plan, there: Environment) -> list[str]:
-    return lanes.command(there.python, plan.lane, plan.pack.script) + list(plan.arguments)
+def _command(plan: Plan, there: Environment, script: Path | None = None) -> list[str]:
+    return lanes.command(there.python, plan.lane, script or plan.pack.script_of(plan.variant)) + list(plan.arguments)
 
 
 def _environ(plan: Plan, cell: Cell, there: Environment, place: Path) -> dict[str, str]:
@@ -542,6 +568,7 @@ def _log(plan: Plan, cell: Cell, ran: _Ran, scrub: Scrubber) -> str:
         "arguments": [scrub(word) for word in plan.arguments],
         "gpus": sorted({f"sm_{device['compute_cap'].replace('.', '')}" for device in environments.gpu()}),
         **({"patch": ran.patch} if ran.patch and "unpatched" in ran.patch else {}),
+        **({"validate": True, "lines": ran.lines} if ran.validate else {}),
     }
     body = ran.output if not ran.output or ran.output.endswith("\n") else f"{ran.output}\n"
     return f"{json.dumps({'runner': opening})}\n{body}{json.dumps({'runner': dict(ran.closing)})}\n"
@@ -560,14 +587,16 @@ def _scrubber(plan: Plan, place: Path, there: Environment | None) -> Scrubber:
     return Scrubber(folders)
 
 
-def _skip(before: Verdict, plan: Plan) -> dict[str, str] | None:
+def _skip(before: Verdict, plan: Plan, version: str) -> dict[str, str] | None:
     """Why the patched side is not run, if it is not: only a bug that was seen can be seen to be cured.
 
     A diff under review also has to break nothing where there is no bug.
     """
     if before.outcome == "REPRODUCED":
         return None if plan.patch or plan.pack.fix.is_file() else {"stopped": "nothing-to-patch", "message": NO_FIX}
-    if before.outcome in ("ABSENT", "CHANGED"):
+    if before.outcome == "MEASURED" and expected_measured(plan, version, "patched")[0] == "MEASURED":
+        return None
+    if before.outcome in ("ABSENT", "CHANGED", "MEASURED"):
         return None if plan.patch else {"stopped": "nothing-to-patch", "message": f"the unpatched side is {before}"}
     return {"stopped": "skipped", "verdict": before.outcome, "message": before.reason}
 

@@ -5,10 +5,11 @@ results/timeline.json and the badges. Lint checks that they are up to date.
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
-from common import history, pins, timeline
+from common import history, pins, reportblock, timeline
 from common.files import write_atomically
 from common.grade import strength
 from common.history import History, order, strongest
@@ -36,10 +37,11 @@ def update(*, check: bool = False, root: Path = ROOT, packs: Path = PACKS) -> li
             if advice.releases
         },
     }
+    wanted |= reportblock.written(sorted(packs.glob("*/*.py")))
     old = [path for path, text in wanted.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     for path in old if not check else ():
         write_atomically(path, wanted[path])
-    return [path.relative_to(root).as_posix() for path in old]
+    return [os.path.relpath(path, root) for path in old]
 
 
 def pack_table(packs: list[Pack], stored: History) -> str:

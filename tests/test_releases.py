@@ -73,7 +73,9 @@ def test_a_release_that_is_not_there_is_one_sentence(index, tmp_path, wanted, sa
 def test_any_wish_is_met_or_refused_in_a_sentence(tmp_path_factory, text):
     cache = tmp_path_factory.getbasetemp()
     (cache / "index").mkdir(exist_ok=True)
-    (cache / "index" / "liger-kernel.json").write_text(json.dumps([{"version": "0.7.0", "file": "f", "sha256": "0", "others": []}]))
+    (cache / "index" / "liger-kernel.json").write_text(
+        json.dumps([{"version": "0.7.0", "file": "f", "sha256": "0", "others": []}])
+    )
     try:
         chosen, _ = choose(find("pack09"), text, cache)
     except UserError as error:

@@ -1,0 +1,89 @@
+"""The deep check of a fix of pack09: every option beside per-token weights of any sign and stride, against the definition in fp64.
+
+Runs after repro.py on the patched side. ``mean`` and ``sum`` have to stay what the release computes, byte for byte.
+"""
+
+import importlib.util
+import inspect
+import itertools
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from repro import check, device, eager, error, finish, liger, release, run
+
+B, S, H, V = 1, 8, 16, 100
+LIMIT = 1e-5
+
+
+def as_released():
+    """The file that the release installed, which the patched one hides: the next of its name on sys.path."""
+    name = "liger_kernel/ops/fused_linear_cross_entropy.py"
+    files = [Path(folder, name) for folder in sys.path if Path(folder, name).is_file()]
+    spec = importlib.util.spec_from_file_location("as_released", files[1])
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.LigerFusedLinearCrossEntropyFunction
+
+
+def definition(x, w, y, b=None, *, softcap=None, use_token_scaling=False, **given):
+    """`eager` with two more options: logits capped to ±softcap, and losses times the (detached) probability of the label."""
+    if softcap is None and not use_token_scaling:
+        return eager(x, w, y, b, **given)
+    logits = x @ w.t()
+    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
+    loss = F.cross_entropy(logits, y, **given)
+    scaling = logits.softmax(-1).gather(1, y.clamp(min=0)[:, None])[:, 0].detach()
+    return loss * scaling if use_token_scaling else loss
+
+
+def main():
+    flce = release()
+    fixed, released = flce.LigerFusedLinearCrossEntropyFunction, as_released()
+    takes = set(inspect.signature(fixed.forward).parameters)
+    torch.manual_seed(1)
+    x, w, b = (t.to(device) for t in (torch.randn(B * S, H), torch.randn(V, H) / H**0.5, torch.randn(V)))
+    y = torch.randint(0, V, (B * S,)).to(device)
+    ignored = {"none": y, "some": torch.where(torch.arange(B * S, device=device) % 3 == 2, -100, y)}
+    ignored["token 0"] = torch.where(torch.arange(B * S, device=device) == 0, -100, y)
+    weights = {
+        "dense": torch.randn(B * S, device=device),
+        "strided": torch.randn(B * S, 2, device=device)[:, 0],
+        "of stride 0": torch.randn(1, device=device).expand(B * S),
+        "negative": -torch.rand(B * S, device=device),
+        "zero but one": torch.eye(B * S, device=device)[3],
+    }
+    classes = torch.rand(V, device=device) + 0.5
+
+    def compare(name, labels, scale, tensors, accum_dtype=None, ce_weight=None, **given):
+        weight = {} if ce_weight is None else {"weight": ce_weight.double()}
+        want = run(definition, [t.double() for t in tensors], labels, scale.double(), reduction="none", **weight, **given)
+        got = run(liger, tensors, labels, scale, reduction="none", ce_weight=ce_weight, accum_dtype=accum_dtype, **given)
+        check("trigger", name, error=error(got, want), limit=LIMIT)
+
+    grid = itertools.product((0, 1), (0.0, 0.1), (0.0, 1e-3), (0, 1), ignored)
+    for bias, smoothing, z, weighted, which in grid:
+        given = {"label_smoothing": smoothing, "lse_square_scale": z, "ce_weight": classes if weighted else None}
+        tensors, labels = (x, w, b)[: 2 + bias], ignored[which]
+        name = f"bias {bias} smoothing {smoothing} z {z} class weights {weighted} ignored {which}"
+        compare(name, labels, weights["dense"], tensors, **given)
+        for reduction in ("mean", "sum"):
+            flce.LigerFusedLinearCrossEntropyFunction = released
+            before = run(liger, tensors, labels, torch.tensor(0.5), reduction=reduction, **given)
+            flce.LigerFusedLinearCrossEntropyFunction = fixed
+            after = run(liger, tensors, labels, torch.tensor(0.5), reduction=reduction, **given)
+            check("control", f"{reduction} is the release's, byte for byte: {name}", all(map(torch.equal, before, after)))
+    for name, weight in weights.items():
+        compare(f"weights {name}", y, weight, (x, w))
+    compare("ignore_index 5", torch.where(y % 4 == 0, 5, y), weights["dense"], (x, w), ignore_index=5)
+    options = {"accum_dtype": torch.float32, "use_token_scaling": True}
+    # Triton's interpreter cannot run the release's own softcap, whatever the reduction.
+    options |= {"softcap": 3.0} if device == "cuda" else {}
+    for name in sorted(options.keys() & takes):
+        compare(name, y, weights["dense"], (x, w), **{name: options[name]})
+    finish()
+
+
+if __name__ == "__main__":
+    main()
