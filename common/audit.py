@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,21 @@ def regrade(path: Path) -> Iterator[str]:
     for name in ("pack", "dist", "version", "side", "variant", "lane"):
         if name in opening and opening[name] != facts[name]:  # Earlier logs do not name the variant.
             yield f"its {name} is {facts[name]!r}, and its log is of {plain(str(opening[name]))!r}"
+    if opening.get("form") == 2:  # Earlier logs did not say so.
+        patch = {name: value for name, value in (opening.get("patch") or {}).items() if name != "unpatched"}
+        for name, value in (("patch", patch or None), ("sandbox", opening.get("sandbox"))):
+            if facts.get(name) != value:
+                yield f"its {name} is {plain(repr(facts.get(name)))}, and its log names {plain(repr(value))}"
+        if (
+            facts["command"]
+            and opening.get("arguments") != facts["command"][-len(opening["arguments"]) or len(facts["command"]) :]
+        ):
+            yield "its command does not end with the arguments that its log names"
+    uri = document["subject"][0]["uri"]
+    if not uri.startswith("pkg:github/") and uri != f"pkg:pypi/{facts['dist']}@{facts['version']}":
+        yield f"its subject is {plain(uri)}"
+    if closing.get("cut", facts["log"]["cut"]) != facts["log"]["cut"]:
+        yield f"its log is said to be cut by {facts['log']['cut']} bytes, and the log says {closing['cut']}"
     for name in ("exit", "signal", "stopped", "seconds", "peak_rss"):
         if closing.get(name, facts[name]) != facts[name]:
             yield f"its {name} is {facts[name]!r}, and its log ends with {closing[name]!r}"
@@ -72,6 +88,9 @@ def _other_runs(path: Path, document: dict[str, Any]) -> Iterator[str]:
     for run in runs:
         text = receipt.read_log(path, document, run["log"])
         words.append(said(grade(text), facts["side"]))
+        with suppress(Disagreement):
+            if any(split(text)[0].get(name) != facts[name] for name in ("pack", "dist", "version", "side")):
+                yield f"the log {run['log']['name']} of one of its runs is of another cell"
         if words[-1] != run["word"]:
             yield f"one of its runs is said to be {run['word']!r}, and its log gives {words[-1]!r}"
     own = [word for run, word in zip(runs, words, strict=True) if run["log"]["sha256"] == facts["log"]["sha256"]]
@@ -128,6 +147,8 @@ def problems(results: Path, paths: Iterable[Path], look: Callable[[Path], Iterab
             found += look(path)
         except UserError as error:
             found.append(str(error))
+        except (TypeError, ValueError, KeyError, OverflowError, RecursionError) as error:
+            found.append(f"it cannot be read ({type(error).__name__}: {plain(str(error))})")
         yield path, found
     for described, sentence in receipt.strays(results).items():
         yield described, [sentence]

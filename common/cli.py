@@ -55,7 +55,7 @@ def _guard() -> None:
     """End our children when we are ended, and let nobody read our environment."""
 
     def stop(number: int, frame: object) -> None:
-        signal.signal(number, signal.SIG_IGN)  # Once is enough: what runs is being killed.
+        signal.signal(number, signal.SIG_DFL)  # A second one ends us at once, and the supervisors what runs.
         raise KeyboardInterrupt(128 + number)
 
     for number in (signal.SIGTERM, signal.SIGHUP):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
 import json
 import os
@@ -22,6 +23,7 @@ from common.errors import UserError, writing
 from common.files import write_atomically
 from common.grade import plain
 from common.pack import Pack, all_packs, find
+from common.receipt import NO_RECORD
 
 if TYPE_CHECKING:
     from common import history, runner
@@ -66,7 +68,14 @@ def run(options: argparse.Namespace, extra: list[str]) -> int:
     elif options.source:
         named = ", ".join(n for n, v in pack.variants.items() if v.source) or "none"
         raise UserError(f"--source goes with a --variant that is a commit; {pack.name} has: {named}.")
-    wheels = {environment.read_wheel(wheel, pack.package)[1]: wheel.resolve() for wheel in given}
+    wheels: dict[str, Path] = {}
+    for wheel in given:
+        version = environment.read_wheel(wheel, pack.package)[1]
+        if version in wheels:
+            raise UserError(
+                f"--wheel was given two files of {pack.package} {version}: {wheels[version].name} and {wheel.name}."
+            )
+        wheels[version] = wheel.resolve()
     plan = runner.Plan(
         pack=pack,
         threads=runner.threads_each(jobs),
@@ -143,6 +152,8 @@ def _check(options: argparse.Namespace) -> None:
             raise UserError(f"--since {since} is not a version (PEP 440).") from error
     if options.machine is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", options.machine):
         raise UserError(f"--machine {options.machine} is no name for a folder: letters, digits, '.', '_' and '-' only.")
+    if options.machine in NO_RECORD:
+        raise UserError(f"--machine {options.machine} is no machine's name: results/{options.machine}/ is for something else.")
 
 
 def _releases(plan: runner.Plan, wanted: str | None, out: Console) -> tuple[list[Release], list[str]]:
@@ -181,7 +192,11 @@ def _arguments(pack: Pack, variant: str | None, extra: Sequence[str]) -> tuple[s
             )
     if extra and not extra[0].startswith("--"):
         raise UserError(f"{extra[0]!r} is not understood here: '--help' lists the options.")
-    return re.sub(r"[^a-z0-9]+", "-", " ".join(extra).lower()).strip("-"), tuple(extra)
+    if not extra:
+        return "", ()
+    # Words that differ in what a name cannot show are told apart by the hash.
+    told = hashlib.sha256("\0".join(extra).encode()).hexdigest()[:6]
+    return f"{re.sub(r'[^a-z0-9]+', '-', ' '.join(extra).lower()).strip('-')[:60]}-{told}", tuple(extra)
 
 
 def regress(options: argparse.Namespace, extra: list[str]) -> int:
@@ -397,7 +412,7 @@ def pins(options: argparse.Namespace, extra: list[str]) -> int:
         raise UserError(f"No pack is about {unknown[0]!r}; there are packs about {', '.join(known)}.")
     stored = history.load(options.results or runner.RESULTS, packs)
     for error in stored.unreadable.values():
-        out.print(Text(f"Not counted: {error}", "yellow"), soft_wrap=True)
+        out.print(Text(f"Not counted: {plain(str(error), None)}", "yellow"), soft_wrap=True)
     advices = []
     for package in options.upstream or known:
         offered = None
@@ -433,7 +448,7 @@ def site(options: argparse.Namespace, extra: list[str]) -> int:
     packs = [pack for pack in _packs(out) if pack.kind != "selftest"]
     stored = history.load(options.results or runner.RESULTS, packs)
     for error in stored.unreadable.values():
-        out.print(Text(f"Not counted: {error}", "yellow"), soft_wrap=True)
+        out.print(Text(f"Not counted: {plain(str(error), None)}", "yellow"), soft_wrap=True)
     with report.waiting(f"making pages from {len(stored.runs)} receipts", out):
         count = pages.build(packs, stored, options.output, base_url=options.base_url)
     out.print(f"{count} pages. Open {report.where(options.output / 'index.html')}", markup=False, soft_wrap=True)
@@ -449,7 +464,7 @@ def listing(options: argparse.Namespace, extra: list[str]) -> int:
     for column in ("pack", "upstream", "kind", "pinned", "what"):
         table.add_column(column, overflow="fold")
     for pack in _packs(report.console(stderr=True)):
-        table.add_row(pack.name, pack.package, pack.kind, ", ".join(pack.pinned), pack.title)
+        table.add_row(*map(Text, (pack.name, pack.package, pack.kind, ", ".join(pack.pinned), pack.title)))
     report.console().print(table)
     return OK
 
@@ -499,7 +514,7 @@ def audit(options: argparse.Namespace, extra: list[str]) -> int:
     for path, problems in auditing.problems(results, paths, look):
         wrong += bool(problems)
         for problem in problems:
-            out.print(Text(f"✗ {report.where(path)}: {problem}", "red"), soft_wrap=True)
+            out.print(Text(plain(f"✗ {report.where(path)}: {problem}", None), "red"), soft_wrap=True)
     for warning in published.warnings:
         out.print(Text(warning, "yellow"))
     what = "graded differently today" if options.command == "regrade" else "not sound"

@@ -23,11 +23,12 @@ import tarfile
 import tempfile
 import threading
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from packaging.utils import (
     InvalidSdistFilename,
@@ -37,10 +38,11 @@ from packaging.utils import (
     parse_wheel_filename,
 )
 
+from common import integrity
 from common.errors import InfraError, UserError, writing
 from common.files import locked, write_atomically
 from common.integrity import distribution, record_sha256
-from common.process import Interrupted
+from common.process import run
 from common.scrub import run_env, without_password
 
 # Two threads that fill sysconfig's table at once see half of it (https://github.com/python/cpython/issues/92452).
@@ -48,6 +50,8 @@ sysconfig.get_config_vars()
 
 #: Written last into an environment: one without it is not whole.
 STAMP = "reproducer.json"
+#: Seconds that uv gets for one call: torch over a slow line, or a build.
+UV_TIMEOUT = 7200.0
 #: How environments are laid out; one made by an older runner is not taken for ours.
 LAYOUT = "copies, with byte code"
 #: Where uv finds packages: the settings that a build may see, too, for it installs what it needs to build.
@@ -74,8 +78,26 @@ UV_SETTINGS = (
     "CXX",
     "MAX_JOBS",
 )
+#: What uv says when it is the machine: a build that was killed, a full disk, no more processes or files.
+_MACHINE = re.compile(
+    r"\(signal: \d+|Disk quota exceeded|Too many open files|Cannot allocate memory|Input/output error"
+    r"|(?:os error|Errno) (?:5|12|23|24|28|122)\b"
+)
+#: Settings that would change which release, or which of its needs, is installed.
+_STEERING = (
+    "UV_CONSTRAINT",
+    "UV_OVERRIDE",
+    "UV_EXCLUDE_NEWER",
+    "UV_BUILD_CONSTRAINT",
+    "UV_PRERELEASE",
+    "UV_RESOLUTION",
+    "UV_NO_BUILD",
+)
 #: What uv says when it is the network, not the release, that fails.
-_NETWORK = re.compile(r"error sending request|failed to fetch|dns error|connection|network|timed out|offline", re.IGNORECASE)
+_NETWORK = re.compile(
+    r"not found in the package registry|error sending request|failed to fetch|dns error|connection|network|timed out|offline",
+    re.IGNORECASE,
+)
 
 
 class InstallError(Exception):
@@ -97,6 +119,8 @@ class Environment:
     lock: Path | None = None
     #: What was unpacked to ``site``, where that is how the release got there.
     archive: Path | None = None
+    #: What we put there ourselves, and its sha256: what says where packages are found.
+    ours: tuple[tuple[Path, str], ...] = ()
 
     def distributions(self) -> list[dict[str, str]]:
         """Every installed distribution: name, version, and a sha256 over what its RECORD says was installed."""
@@ -192,15 +216,17 @@ def made(wanted: Wanted, cache_dir: Path, *, stop: threading.Event | None = None
     place = cache_dir / "envs" / f"{wanted.package}-{version}-{(sha256 or 'nohash')[:12]}-{under.name[-12:]}"
     if wanted.beside:
         place = place.with_name(f"{place.name}-{hashlib.sha256(' '.join(wanted.beside).encode()).hexdigest()[:6]}")
-    lock, stamp = place.with_name(f"{place.name}.lock"), place / STAMP
-    if not stamp.is_file():
+    lock = place.with_name(f"{place.name}.lock")
+    if not _ours(place):
         with locked(lock):
-            if not stamp.is_file():
+            if not _ours(place):
                 _venv(place)
                 (_site(place) / "_base.pth").write_text(f"{_site(under)}\n", encoding="utf-8")
                 _install(replace(wanted, version=version, file=file, sha256=sha256), place, stop)
-                told = {"package": wanted.package, "version": version, "file": file, "sha256": sha256}
-                write_atomically(stamp, json.dumps(told))
+                told: dict[str, Any] = {"package": wanted.package, "version": version, "file": file, "sha256": sha256}
+                ours = [place / "pyvenv.cfg", *(_site(place) / name for name in integrity.OURS)]
+                told["ours"] = {path.relative_to(place).as_posix(): integrity.sha256(path) for path in ours}
+                write_atomically(place / STAMP, json.dumps(told))
     return Environment(
         python=_python(place),
         site=_site(place),
@@ -209,16 +235,37 @@ def made(wanted: Wanted, cache_dir: Path, *, stop: threading.Event | None = None
         file=file,
         sha256=sha256,
         lock=lock,
+        ours=_ours(place),
     )
 
 
-def discard(there: Environment) -> None:
-    """Forget an environment of ours whose files are not what was installed: `made` and `here` then fill it anew."""
+def _ours(place: Path) -> tuple[tuple[Path, str], ...]:
+    """What we put into an environment, and its sha256, from the stamp; empty for one that is not whole."""
+    try:
+        told = json.loads((place / STAMP).read_text(encoding="utf-8"))["ours"]
+        return tuple((place / name, digest) for name, digest in told.items())
+    except (OSError, ValueError, KeyError, AttributeError):
+        return ()
+
+
+def is_whole(there: Environment) -> bool:
+    """Whether an environment of ours has not been discarded since it was asked for."""
+    if there.lock is None:
+        return True
+    return there.site.is_dir() if there.archive else bool(there.ours) and (there.lock.with_suffix("") / STAMP).is_file()
+
+
+def discard(there: Environment, is_bad: Callable[[], bool]) -> None:
+    """Forget an environment of ours whose files are not what was installed: `made` and `here` then fill it anew.
+
+    ``is_bad`` is asked once more when nobody else uses it: another run may have filled it afresh by then.
+    """
     assert there.lock is not None
     place = there.lock.with_suffix("")
     with locked(there.lock):
-        (place / STAMP).unlink(missing_ok=True)
-        shutil.rmtree(place, ignore_errors=True)
+        if is_bad():
+            (place / STAMP).unlink(missing_ok=True)
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def _unpack(wheel: Path, place: Path) -> None:
@@ -245,7 +292,9 @@ def _install(wanted: Wanted, place: Path, stop: threading.Event | None) -> None:
     if wheel is None and wanted.as_files:
         wheel = _wheel_of_files(wanted, place)
     tries = [_try(wanted, wheel, place, stop)]
-    if tries[0] and wheel is None:
+    if tries[0] and wheel is not None:
+        tries.append(_try(wanted, wheel, place, stop))
+    elif tries[0]:
         if not wanted.sha256:
             raise InfraError(
                 f"{wanted.package} {wanted.version} cannot be installed, nor compared with the index's: {_short(tries[0])}"
@@ -284,6 +333,8 @@ def _try(wanted: Wanted, wheel: Path | None, place: Path, stop: threading.Event 
         raise InfraError(f"uv was ended by {signal.Signals(-done.returncode).name} while it installed {named}.")
     if "No space left" in done.stderr:
         raise UserError(f"No space left on the disk of {place.parent}: free some and run again.")
+    if _MACHINE.search(done.stderr):
+        raise InfraError(f"{named} could not be installed for a fault of this machine: {_short(why)}")
     if _NETWORK.search(done.stderr):
         raise InfraError(
             f"{named} cannot be fetched: {_short(why)} Is there a network? A wheel at hand can be given with --wheel FILE."
@@ -366,25 +417,15 @@ def _uv(
     with tempfile.TemporaryDirectory(prefix="reproducer-") as home:
         env = {**build_env(os.environ), **_uv_settings(), "HOME": home} if builds else {**os.environ, **_uv_settings()}
         env.pop("VIRTUAL_ENV", None)
-        with subprocess.Popen(
-            [uv.find_uv_bin(), *arguments],
-            env={**env, **also},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,  # Ctrl-C is ours to hand on: a uv that it ended would look like a failed install.
-        ) as process:
-            try:
-                while True:
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        out, err = process.communicate(timeout=0.2)
-                        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
-                    if stop is not None and stop.is_set():
-                        raise Interrupted
-            finally:
-                with contextlib.suppress(OSError):
-                    os.killpg(process.pid, signal.SIGKILL)
+        for name in _STEERING:
+            env.pop(name, None)
+        # As a run: nothing of a build goes on after it, and Ctrl-C is not taken for a failed install.
+        command = [uv.find_uv_bin(), *arguments]
+        ended = run(command, env={**env, **also}, cwd=Path(home), timeout=UV_TIMEOUT, memory=2**62, stop=stop)
+    if ended.stopped or (ended.exit is None and ended.signal is None):
+        raise InfraError(f"uv was stopped ({ended.stopped}) at: uv {' '.join(arguments[:2])}.")
+    code = ended.exit if ended.exit is not None else -int(signal.Signals[str(ended.signal)])
+    return subprocess.CompletedProcess(arguments, code, "", ended.output)
 
 
 def build_env(environ: Mapping[str, str]) -> dict[str, str]:

@@ -17,6 +17,10 @@ class InfraError(Exception):
     """The machine or the network broke a run (the verdict INFRA): it says nothing of the release, and is never stored."""
 
 
+class Interrupted(Exception):
+    """A run was stopped by its caller; there is nothing to grade."""
+
+
 class AnchorError(Exception):
     """A transform did not find the place it changes, or found it more than once, in a release's source."""
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from common.errors import writing
+from common.errors import Interrupted, writing
 
 if sys.platform != "win32":
     import fcntl
@@ -34,6 +35,10 @@ def write_atomically(path: Path, content: str | bytes) -> None:
             raise
 
 
+#: Set when the runner is being stopped: whoever waits for a lock gives up.
+STOPPED = threading.Event()
+
+
 @contextmanager
 def locked(path: Path, *, wait: bool = True, shared: bool = False) -> Iterator[None]:
     """Hold the lock file ``path``; another process or thread waits, or without ``wait`` gets a BlockingIOError.
@@ -44,5 +49,14 @@ def locked(path: Path, *, wait: bool = True, shared: bool = False) -> Iterator[N
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+        while True:
+            try:
+                fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not wait:
+                    raise
+                # Not left to the system: a thread that waits there cannot be stopped.
+                if STOPPED.wait(0.05):
+                    raise Interrupted from None
         yield

@@ -84,7 +84,9 @@ def grade(log: str) -> Verdict:
         opening, body, closing = split(log)
         return _grade(opening, body, closing)
     except Disagreement as error:
-        return Verdict(outcome="ERROR", reason=str(error))
+        return Verdict(outcome="ERROR", reason=plain(str(error), None))
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError, OverflowError, RecursionError) as error:
+        return Verdict(outcome="ERROR", reason=f"the log cannot be read ({type(error).__name__})")
 
 
 def split(log: str) -> tuple[dict[str, Any], list[str], dict[str, Any]]:
@@ -131,7 +133,7 @@ def _of_script(opening: dict[str, Any], body: list[str], closing: dict[str, Any]
         return Verdict(outcome="NOTHING_TO_PATCH", reason=str(closing.get("message", "")))
     if stopped == "skipped":
         return Verdict(outcome=str(closing.get("verdict")), reason=str(closing.get("message", "")))
-    if stopped in ("lost", "infra"):
+    if stopped in ("lost", "infra", "exec"):
         return Verdict(outcome="INFRA", reason=str(closing.get("reason") or stopped))
     if stopped in _STOPS:
         return Verdict(outcome="UNTESTABLE", reason=_STOPS[stopped])
@@ -157,6 +159,8 @@ def _without_sentinel(body: Sequence[str], exit_code: object) -> Verdict:
         return Verdict(outcome="UNTESTABLE", reason="import")
     if exit_code == 1 and re.match(r"(?:MemoryError|torch\.(?:cuda\.)?OutOfMemoryError)\b", last):
         return Verdict(outcome="UNTESTABLE", reason="oom")
+    if re.search(r"^OSError: \[Errno (?:5|12|23|24|28|122)\]", last):  # A disk or a process table that is full: the machine's.
+        return Verdict(outcome="INFRA", reason=plain(last.partition(" ")[2][:40]))
     raise Disagreement(f"the script exited with {exit_code} and printed no sentinel; its last line: {last[:200] or '(none)'}")
 
 
@@ -176,7 +180,7 @@ def _proved(opening: dict[str, Any], body: list[str], exit_code: object, sentine
     if facts.get("verdict") != outcome:
         raise Disagreement(f"the sentinel says {sentinel!r} and the JSON line says {facts.get('verdict')!r}")
     evidence = facts.get("evidence")
-    if not isinstance(evidence, str) or evidence.partition(":")[0] not in EVIDENCE[1:]:
+    if not isinstance(evidence, str) or not re.fullmatch(r"source|interpreter|codegen|emulated|device:sm_[0-9a-z]+", evidence):
         raise Disagreement(f"the JSON line has an unknown evidence level {evidence!r}")
     if evidence.startswith("device") and opening.get("lane") not in (None, "device"):
         raise Disagreement(f"evidence {evidence!r} cannot come from the lane {opening.get('lane')!r}")
@@ -188,7 +192,7 @@ def _proved(opening: dict[str, Any], body: list[str], exit_code: object, sentine
     if outcome == "MEASURED":
         return _measured(evidence, origin, facts)
     verdict = _weighed(outcome, evidence, origin, facts, sentinel)
-    return _of_patch(opening, verdict) if opening.get("patch") else verdict
+    return _of_patch(opening, verdict) if "unpatched" in (opening.get("patch") or {}) else verdict
 
 
 def _of_patch(opening: dict[str, Any], verdict: Verdict) -> Verdict:
@@ -301,6 +305,8 @@ def _weighed(outcome: str, evidence: str, origin: str, facts: dict[str, Any], se
     """The three proofs of a REPRODUCED or ABSENT, recomputed from the comparisons."""
     checks = _checks(facts)
     word = "comparison" if "reproducer" in facts else "check"
+    if strange := [c.role for c in checks if c.role not in (*ROLES, "note")]:
+        raise Disagreement(f"a check has the role {plain(strange[0])!r}, which is none of {', '.join(ROLES)}")
     by_role = {role: [c for c in checks if c.role == role] for role in ROLES}
     triggers, controls = by_role["trigger"], by_role["control"]
     if not triggers:

@@ -121,6 +121,10 @@ def load(results: Path, packs: Iterable[Pack]) -> History:
             runs.append(_seen(path, document, known[path.parent.name], freshness))
         except UserError as error:
             unreadable[path] = error
+        except (TypeError, ValueError, KeyError, OverflowError, RecursionError) as error:
+            unreadable[path] = UserError(
+                f"The receipt {path} cannot be read ({type(error).__name__}): delete it and run its cell again."
+            )
     unreadable |= {path: UserError(sentence) for path, sentence in receipt.strays(results).items()}
     runs.sort(key=lambda seen: (seen.pack, seen.dist, order(seen.version), seen.side == "patched", seen.variant, seen.machine))
     return History(runs=runs, unreadable=unreadable)
@@ -143,9 +147,9 @@ def _seen(path: Path, document: dict[str, Any], pack: Pack, freshness: _Freshnes
             outcome=facts["outcome"],
             reason=plain(facts["reason"]),
             evidence=facts["evidence"],
-            bug_error=facts["bug_error"],
-            limit=facts["limit"],
-            control_error=facts["control_error"],
+            bug_error=_float(facts["bug_error"]),
+            limit=_float(facts["limit"]),
+            control_error=_float(facts["control_error"]),
             claims=tuple(facts["claims"]),
         ),
         stopped=facts["stopped"],
@@ -157,6 +161,10 @@ def _seen(path: Path, document: dict[str, Any], pack: Pack, freshness: _Freshnes
         patch=facts["patch"],
         **_agreement(facts),
     )
+
+
+def _float(value: float | None) -> float | None:
+    return None if value is None else float(value)  # JSON's integers have no end, floats have.
 
 
 def _agreement(facts: Mapping[str, Any]) -> dict[str, int]:

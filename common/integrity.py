@@ -51,13 +51,24 @@ def distribution(package: str, site: Path) -> importlib.metadata.Distribution:
     return found[0]
 
 
-def verify(package: str, site: Path, path: Sequence[Path], *, owned: bool, archive: Path | None = None) -> None:
+def verify(
+    package: str,
+    site: Path,
+    path: Sequence[Path],
+    *,
+    owned: bool,
+    archive: Path | None = None,
+    ours: Sequence[tuple[Path, str]] = (),
+) -> None:
     """Compare each file of ``package`` in ``site`` with its RECORD, or with the ``archive`` that was unpacked there.
 
     ``path`` are all folders that the run imports from. ``owned`` is for a folder that the runner filled itself, where whatever
-    nothing lists is as wrong as a changed file. Raises `Tampered` for files that differ, are gone or are not listed, and
+    nothing lists is as wrong as a changed file; ``ours`` are the files that it put there, with their hashes. Raises `Tampered` for files that differ, are gone or are not listed, and
     `UserError` where there is nothing to compare with: no RECORD, no hashes, two owners of one file.
     """
+    for own, digest in ours:
+        if sha256(own) != digest:
+            raise Tampered(f"{own.name} is {'not what we wrote' if own.exists() else 'gone'}")
     listed = _of_archive(archive) if archive else _of_record(package, distribution(package, site), site)
     shipped = {file: digest for file, digest in listed.items() if _is_shipped(file)}
     others = _others(package, path)
@@ -154,10 +165,14 @@ def _unlisted(site: Path, tops: Iterable[str], known: set[str], *, owned: bool) 
     for top in sorted(tops):
         if top.endswith((".dist-info", ".data")):
             continue
-        for found in [site / top] if (site / top).is_file() else sorted((site / top).rglob("*")):
+        for found in [site / top, *sorted((site / top).rglob("*"))]:
             file = found.relative_to(site)
             name = file.as_posix()
-            if name in known or not name.endswith(_IMPORTABLE) or any(part.startswith(".") for part in file.parts):
+            if owned and found.is_symlink():  # No wheel holds one, and rglob looks behind none.
+                yield name
+            if found.is_dir() or name in known or not name.endswith(_IMPORTABLE):
+                continue
+            if any(part.startswith(".") for part in file.parts[:-1]):
                 continue
             if owned or not name.endswith(".pyc"):
                 yield name

@@ -127,14 +127,22 @@ def diff(site: Path, overlay: Path) -> str:
         before, after = (path.read_bytes() if path.exists() else b"" for path in (old, new))
         if before == after and old.exists() == new.exists():
             continue
+        if not before and not after:  # An empty file that is new or gone has no hunk to be seen by.
+            parts.append(f"diff --git a/{name} b/{name}\n{'deleted' if old.exists() else 'new'} file mode 100644\n")
+            continue
         lines = difflib.unified_diff(
-            before.decode("utf-8", "replace").splitlines(keepends=True),
-            after.decode("utf-8", "replace").splitlines(keepends=True),
+            _lines(before),
+            _lines(after),
             f"a/{name}" if old.exists() else "/dev/null",
             f"b/{name}" if new.exists() else "/dev/null",
         )
         parts += [line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines]
     return "".join(parts)
+
+
+def _lines(data: bytes) -> list[str]:
+    """Lines as diff and git know them: only a line feed ends one."""
+    return re.findall(r"[^\n]*\n|[^\n]+", data.decode("utf-8", "replace"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,26 +168,63 @@ def _changes(text: str) -> Iterator[_Change]:
         except unidiff.UnidiffParseError as error:
             raise UserError(f"The diff is not whole: {str(error).splitlines()[0]}.") from error
         return
-    for part in re.split(r"^(?=diff --git )", text, flags=re.MULTILINE)[1:]:
+    before, *parts = re.split(r"^(?=diff --git )", text, flags=re.MULTILINE)
+    for part in (before, *parts):
+        if re.search(r"^diff --(?:cc|combined) |^@@@ ", part, re.MULTILINE):
+            raise UserError(
+                "The diff is a combined one, of a merge: make it with 'git diff BASE HEAD', which compares two trees."
+            )
+    if _has_more(before):
+        raise UserError("The diff mixes 'git diff' with plain parts, which would be lost: make it with one command.")
+    for part in parts:
         head = re.split(r"^@@ ", part, maxsplit=1, flags=re.MULTILINE)[0]
         same = re.match(r'diff --git "?a/(.*?)"? "?b/(.*?)"?$', head, re.MULTILINE)
-        old, new = (same[1], same[2]) if same else ("", "")
+        if same is None:
+            first = part.splitlines()[0]
+            raise UserError(f"The diff has a part whose paths do not begin with a/ and b/ ({first}): make it with 'git diff'.")
+        if _has_more(_after_hunks(part)):
+            raise UserError(
+                f"The diff has lines after the changes of {same[2]} that are no part of them: make it with one 'git diff'."
+            )
+        old, new = same[1], same[2]
         if renamed := re.search(r"^(?:rename|copy) from (.*)\n(?:rename|copy) to (.*)$", head, re.MULTILINE):
             old, new = renamed[1], renamed[2]
         yield _Change(
             old="" if re.search(r"^new file mode|^copy from", head, re.MULTILINE) else old,
             new="" if re.search(r"^deleted file mode", head, re.MULTILINE) else new,
             text=part,
-            binary=bool(re.search(r"^Binary files |^GIT binary patch", head, re.MULTILINE)) or '"' in head.splitlines()[0],
+            binary=bool(re.search(r"^Binary files |^GIT binary patch|mode 160000|^index \S+ 160000$", head, re.MULTILINE))
+            or '"' in head.splitlines()[0],
             link=bool(re.search(r"mode 120000$|^index \S+ 120000$", head, re.MULTILINE)),
         )
 
 
-#: Sources of compiled code: what a change of them does is not in a release that is only installed.
-_COMPILED = re.compile(r"\.(?:c|cc|cpp|cxx|cu|cuh|h|hpp|inl|pyx|pxd|rs|so|pyd|mlir|td)$")
-#: Files and folders at the top of a repository that are no part of what it installs.
+def _has_more(text: str) -> bool:
+    """Whether text that should hold no change begins one."""
+    return bool(re.search(r"^--- \S.*\n\+\+\+ \S|^diff -", text, re.MULTILINE))
+
+
+def _after_hunks(part: str) -> str:
+    """What follows the last hunk of one file, by the lengths that the hunks give themselves."""
+    lines = part.split("\n")
+    at = next((i for i, line in enumerate(lines) if line.startswith("@@ ")), len(lines))
+    while at < len(lines) and (hunk := re.match(r"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@", lines[at])):
+        old, new = (1 if count is None else int(count) for count in hunk.groups())
+        at += 1
+        while at < len(lines) and (old > 0 or new > 0 or lines[at].startswith("\\")):
+            sign = lines[at][:1]
+            old -= sign in (" ", "-", "")
+            new -= sign in (" ", "+", "")
+            at += 1
+    return "\n".join(lines[at:])
+
+
+#: What a release that is installed does not hold and does not depend on. Anything else that is left out would matter.
 _ASIDE = re.compile(
-    r"(?:tests?|docs?|examples?|benchmarks?|scripts?|tools?|ci|\.[^/]*)/|[^/]*\.(?!py$)[^/]*$|(?:setup|conftest|noxfile)\.py$"
+    r"(?:.*/)?(?:tests?|testing|docs?|examples?|benchmarks?|scripts|ci|notebooks?|media|images|assets|\.[^/]+)/.*"
+    r"|(?:.*/)?[^/]*\.(?:md|rst|ipynb|png|jpe?g|gif|svg|ya?ml)"
+    r"|(?:setup|conftest|noxfile)\.py|(?:pyproject|uv)\.toml|setup\.cfg|tox\.ini|uv\.lock|Makefile|requirements[^/]*\.txt"
+    r"|LICENSE[^/]*|CHANGELOG[^/]*|AUTHORS|NOTICE|CODEOWNERS|VERSION|\.[^/]+"
 )
 
 
@@ -188,20 +233,16 @@ def _kind(change: _Change, prefix: str, shipped: set[str], overlay: Path) -> str
     places = [_place(name, prefix, shipped) for name in (change.old, change.new) if name]
     name = change.new or change.old
     if not any(places):
-        new_module = not change.old and (
-            ("/" not in name and name.endswith(".py")) or (name.count("/") == 1 and name.endswith("/__init__.py"))
-        )
-        return "unsupported" if _COMPILED.search(name) or (new_module and not _ASIDE.match(name)) else "skipped"
+        return "skipped" if _ASIDE.fullmatch(name) and not change.binary else "unsupported"
     before = _place(change.old, prefix, shipped) if change.old else ""
-    there = before is not None and bool(before) and (overlay / before).is_file()
+    there = bool(before) and (overlay / str(before)).is_file()
     if change.binary or not all(places):
         return "unsupported"
-    if _COMPILED.search(name) and not there:
-        return "unsupported"
+    if not there and not name.endswith((".py", ".pyi", ".json", ".txt", ".md")):
+        return "unsupported"  # Sources of compiled code, mostly.
     if change.old and not there:
         # A part of the repository that this release does not hold, or a file that is gone, which git will say.
-        assert before is not None
-        return "applied" if change.new and (overlay / before).parent.is_dir() else "skipped"
+        return "applied" if change.new and (overlay / str(before)).parent.is_dir() else "skipped"
     # A module at the top cannot be hidden by an overlay that lacks it.
     return "unsupported" if not change.new and before and "/" not in before else "applied"
 
@@ -276,7 +317,11 @@ def _git_apply(patch: Path, release: str, change: _Change, prefix: str, overlay:
             cwd=overlay,
             capture_output=True,
             # Inside a checkout git would take the paths as the checkout's own and pass over them without a word.
-            env={**os.environ, "GIT_CEILING_DIRECTORIES": str(overlay.parent), "LC_ALL": "C"},
+            env={
+                **{name: value for name, value in os.environ.items() if not name.startswith("GIT_")},
+                "GIT_CEILING_DIRECTORIES": str(overlay.parent),
+                "LC_ALL": "C",
+            },
         )
 
     done = apply()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -219,8 +220,8 @@ def load(folder: Path) -> Pack:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{where} cannot be read: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{where} is not valid TOML: {error}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"{where} is not valid TOML: {str(error)[:200]}.") from error
     return _Reader(where, raw).pack(folder)
 
 
@@ -256,9 +257,12 @@ class _Reader:
         return self.strings(key, [])
 
     def positive(self, key: str, default: float) -> float:
-        value = float(self.get(key, (int, float), default))
-        if not value > 0:
-            raise self.fail(key, "must be greater than 0")
+        try:
+            value = float(self.get(key, (int, float), default))
+        except OverflowError:
+            value = math.inf
+        if not 0 < value < math.inf:
+            raise self.fail(key, "must be a number greater than 0")
         return value
 
     def pack(self, folder: Path) -> Pack:
@@ -330,7 +334,7 @@ class _Reader:
     def python(self) -> str | None:
         if "python" not in self.raw:
             return None
-        if not re.fullmatch(r"3\.\d+", version := self.get("python", str)):
+        if not re.fullmatch(r"3\.\d{1,3}", version := self.get("python", str)):
             raise self.fail("python", f"must be a version such as '3.12', not {version!r}")
         return version if sys.version_info < tuple(map(int, version.split("."))) else None
 

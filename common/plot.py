@@ -150,7 +150,7 @@ def _peaks(seen: Seen) -> dict[str, dict[str, float | None]]:
 
 
 def _finished(figure: Any, axes: Any, title: str) -> str:
-    axes.set_title(title, color=FG, loc="left", fontsize=10)
+    axes.set_title(title.replace("$", r"\$"), color=FG, loc="left", fontsize=10)
     axes.grid(axis="y", color=LINE, linewidth=0.6)
     axes.tick_params(colors=FG, which="both")
     for spine in axes.spines.values():

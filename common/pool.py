@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from common.errors import UserError
+from common.files import STOPPED
 
 T = TypeVar("T")
 
@@ -36,9 +37,11 @@ def threads(jobs: int) -> Iterator[Pool]:
     """``jobs`` runs at a time; a thread only waits for the process that it has started."""
     with ThreadPoolExecutor(max_workers=jobs) as executor:
         stop = threading.Event()
+        STOPPED.clear()
 
         def cancel() -> None:
             stop.set()
+            STOPPED.set()
             executor.shutdown(wait=True, cancel_futures=True)
 
         yield Pool(executor=executor, stop=stop, ask=lambda function: function(), where=f"{jobs} at a time", cancel=cancel)

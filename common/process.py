@@ -16,11 +16,13 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from common.errors import Interrupted
 
 #: Kept from the start and from the end of a command's output, in bytes each; what is between is cut, and counted.
 KEEP = 256 * 1024
@@ -31,16 +33,12 @@ WARDEN = Path(__file__).with_name("warden.py")
 PATIENCE = 10.0
 
 
-class Interrupted(Exception):
-    """The run was stopped by its caller; there is nothing to grade."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
     """How a command ended.
 
-    ``stopped`` is "timeout" or "memory" where the limit ended it, "lost" where its warden was killed and it is not known how
-    it ended. ``seconds`` is wall-clock time, ``peak_rss`` the largest sum of resident memory over its processes, in bytes,
+    ``stopped`` is "timeout" or "memory" where the limit ended it; "lost" where it is not known how it ended (its warden was
+    killed, or something of it cannot be); "exec" where it could not be started. ``seconds`` is wall-clock time, ``peak_rss`` the largest sum of resident memory over its processes, in bytes,
     sampled every 0.1 s. ``cut`` counts the output's bytes not kept.
     """
 
@@ -71,21 +69,23 @@ def run(
     mark = mark or uuid.uuid4().hex
     started = time.monotonic()
     told, tell = os.pipe()
-    with _ControlGroup(mark) as group:
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(WARDEN), str(tell), str(os.getpid()), *group.argument, "--", *command],
-            env={**env, MARKER: mark},
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            pass_fds=(tell,),
-        )
-        os.close(tell)
+    with _ControlGroup(mark) as group, ExitStack() as ends:
+        ends.callback(os.close, told)
+        with ExitStack() as handed:
+            handed.callback(os.close, tell)
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(WARDEN), str(tell), str(os.getpid()), *group.argument, "--", *command],
+                env={**env, MARKER: mark},
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=(tell,),
+            )
         assert process.stdout is not None
         reader = _Reader(process.stdout.fileno())
-        stopped, peak = None, 0
+        stopped, peak, said = None, 0, b""
         try:
             while process.poll() is None:
                 with suppress(subprocess.TimeoutExpired):
@@ -112,12 +112,13 @@ def run(
             escaped = kill_marked(mark, but=process.pid)
             reader.end()
             process.stdout.close()
-            with os.fdopen(told, "rb") as status:
-                said = status.read(1024) if select.select([status], [], [], 0)[0] else b""
+            os.set_blocking(told, False)
+            with suppress(BlockingIOError):
+                said = os.read(told, 1024)
     ended = json.loads(said) if said else {}
     code = ended.get("code")
-    if code is None and stopped is None:
-        stopped = "lost"
+    if stopped is None and (code is None or (not ended["clean"] and not group.path)):
+        stopped = "exec" if "exec" in ended else "lost"
     return Ended(
         output=reader.text(),
         exit=None if stopped or code is None or code < 0 else code,

@@ -27,6 +27,8 @@ from common.grade import Verdict
 SCHEMA = 2
 STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE = "https://in-toto.io/attestation/test-result/v0.1"
+#: A machine's name: its folder in results/, and a word in every table.
+MACHINE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 #: Folders in results/ that are no machine's: what is made to be attached, and runs under review.
 NO_RECORD = ("attach", "badges", "review")
 #: in-toto's word for each outcome: does the release (or the fix) pass the test that the bug is not there?
@@ -216,7 +218,7 @@ def read(path: Path) -> dict[str, Any]:
         raw = json.loads(text)
     except OSError as error:
         raise UserError(f"The receipt {path} cannot be read: {error.strerror}.") from error
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, OverflowError) as error:
         raise UserError(f"The receipt {path} is not whole JSON ({error}): delete it and run its cell again.") from error
     if "\\ud" in text.lower():
         try:
@@ -273,7 +275,7 @@ def strays(results: Path) -> dict[Path, str]:
     return {
         path: f"{path} is missing, so the receipts beside it are not counted: put it back, or run the packs again."
         for path in missing
-        if not path.is_file()
+        if not path.is_file() or not MACHINE.fullmatch(path.parent.name)
     }
 
 
@@ -284,7 +286,7 @@ def logs(results: Path) -> list[Path]:
 def stored(results: Path, pack: str = "pack[0-9][0-9]") -> list[Path]:
     """The receipts of a pack, or of all, on every machine, in a stable order."""
     # Only a machine's folder has a machine.json; copies made to be attached, or runs under review, are no record.
-    machines = (described.parent for described in results.glob("*/machine.json"))
+    machines = (described.parent for described in results.glob("*/machine.json") if MACHINE.fullmatch(described.parent.name))
     return sorted(path for machine in machines for path in machine.glob(f"{pack}/*.json"))
 
 

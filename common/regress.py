@@ -206,7 +206,7 @@ def pending(journal: Path) -> list[str]:
     try:
         found = json.loads(journal.read_text(encoding="utf-8"))
         return list(found["cells"]) if _is_whole(found) else []
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return []
 
 
@@ -237,6 +237,11 @@ def run(
         changes = [sure.get(c, c) for c in changes]
         after = load()
     problems = [*work.problems, *(f"{f.pack} {f.dist} {f.version}: {f.message}" for f in failures)]
+    problems += [
+        f"{_key(c)}: a change that was seen in {c.runs} of {confirm} runs alone, for the others could not be made: run it again."
+        for c in changes
+        if _key(c) in {_key(d) for d in doubtful} and c.runs < confirm
+    ]
     report = Report(
         ran=sum(row.ran for row in rows),
         cells=len(work.cells) * 2,
@@ -259,7 +264,7 @@ def _patiently(
     tasks: Sequence[tuple[Plan, Release]], pool: Pool, done: Callable[[Row | Failure], None], say: Callable[[str], None]
 ) -> tuple[list[Row], list[Failure]]:
     """Run the tasks, and again those that the machine or the network broke: that says nothing of their releases."""
-    found: list[Row] = []
+    found: dict[receipt.Cell, Row] = {}  # Of a side that ran well and whose other side did not, the last run counts.
     lasting: list[Failure] = []
     for attempt in range(1, TRIES + 1):
         rows, failures = runner.run_all(tasks, pool, done=done)
@@ -267,7 +272,7 @@ def _patiently(
         broken: dict[tuple[str, str, str, str], Row] = {}
         for row in rows:
             if row.receipt is not None:
-                found.append(row)
+                found[row.cell] = row
             elif not row.as_expected:
                 broken.setdefault((row.cell.pack, row.cell.dist, row.cell.version, row.cell.variant), row)
         if not broken:
@@ -280,7 +285,7 @@ def _patiently(
             break
         say(f"{len(broken)} release(s) could not be run for a fault of the machine or the network: once more.")
         tasks = [t for t in tasks if (t[0].pack.name, t[0].pack.package, t[1].version, t[0].variant) in broken]
-    return found, lasting
+    return list(found.values()), lasting
 
 
 class _Before:
@@ -309,7 +314,7 @@ class _Before:
                 return dict(found)
         except OSError:
             return {}
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             pass
         say(f"{self.journal} cannot be read: changes are told against what is there now.")
         return {}

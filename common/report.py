@@ -25,6 +25,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from common.grade import plain
 from common.history import History, Seen, said
 from common.runner import Failure, Row
 
@@ -66,8 +67,9 @@ def where(path: Path) -> str:
 
 def table(rows: Sequence[Row], title: str) -> Table:
     folders = sorted({where(row.receipt.parent) for row in rows if row.receipt})
-    found = Table(title=title, title_justify="left", header_style="bold", pad_edge=False)
-    found.caption, found.caption_justify = f"receipts in {', '.join(folders)}/" if folders else None, "left"
+    found = Table(title=Text(title), title_justify="left", header_style="bold", pad_edge=False)
+    found.caption = Text(f"receipts in {', '.join(folders)}/") if folders else None
+    found.caption_justify = "left"
     for column in ("release", "side", "verdict", "evidence", "bug error / limit / control", "s", "receipt"):
         found.add_column(column, justify="right" if column == "s" else "left", overflow="fold")
     for row in rows:
@@ -75,7 +77,7 @@ def table(rows: Sequence[Row], title: str) -> Table:
         mark = Text("✓ ", "green") if row.as_expected else Text("✗ ", "bold red")
         errors = (verdict.bug_error, verdict.limit, verdict.control_error)
         found.add_row(
-            row.cell.version,
+            Text(row.cell.version),
             row.cell.side,
             mark
             + Text(told(row), "bold red" if not row.as_expected else STYLE.get(verdict.outcome, "red") if row.ran else "dim"),
@@ -114,7 +116,7 @@ def surprises(rows: Sequence[Row]) -> Iterator[Text]:
                 text += ". If upstream fixed it, update [expected] and retire the workaround"
             if row.ran and row.message:
                 text += f" ({row.message.rstrip('.')})"
-            yield Text(f"✗ {text}.", "red")
+            yield Text(plain(f"✗ {text}.", None), "red")
 
 
 def coverage(row: Row) -> Iterator[str]:

@@ -17,8 +17,9 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -194,8 +195,9 @@ def killed(cache: Path) -> list[str]:
     sweep(cache)
     found = []
     for note in cache.glob("cells/*.killed"):
-        found.append(note.read_text(encoding="utf-8"))
-        note.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # Another call has said it.
+            found.append(note.read_text(encoding="utf-8"))
+            note.unlink()
     return sorted(found)
 
 
@@ -372,6 +374,8 @@ def _attempt(
 
     ended_as = execute(command)
     output = scrub(ended_as.output)
+    if ended_as.exit and shutil.disk_usage(place).free < 2**20:
+        raise InfraError(f"No space was left on the disk of {plan.cache} while the script ran: free some and run again.")
     if ended_as.exit == 2 and (complaint := re.search(r"^repro\.py: error: (.+)$", output, re.MULTILINE)):
         raise UserError(f"{plan.pack.folder.name}/repro.py does not take these arguments: {complaint[1]}.")
     closing: dict[str, Any] = _closing(ended_as, sandbox=plan.sandbox)
@@ -420,8 +424,9 @@ def _hold(plan: Plan, release: Release, held: ExitStack, stop: threading.Event |
             if there.lock is not None:
                 mine.enter_context(locked(there.lock, shared=True))
             try:
-                owned = there.lock is not None
-                integrity.verify(plan.pack.package, there.site, there.path, owned=owned, archive=there.archive)
+                if not environments.is_whole(there):
+                    continue
+                _compare(plan, there)
             except integrity.Tampered as error:
                 what = f"{plan.pack.package} {there.version}: {error}"
                 if there.lock is None:
@@ -432,8 +437,23 @@ def _hold(plan: Plan, release: Release, held: ExitStack, stop: threading.Event |
             else:
                 held.push(mine.pop_all())
                 return there, tuple(notes)
-        environments.discard(there)
+        environments.discard(there, partial(_is_tampered, plan, there))
     raise InfraError(f"{'; '.join(notes)}, and each time something changed it again.")
+
+
+def _compare(plan: Plan, there: Environment) -> None:
+    if not there.python.exists():
+        raise integrity.Tampered("its Python is gone")
+    owned = there.lock is not None
+    integrity.verify(plan.pack.package, there.site, there.path, owned=owned, archive=there.archive, ours=there.ours)
+
+
+def _is_tampered(plan: Plan, there: Environment) -> bool:
+    try:
+        _compare(plan, there)
+    except (integrity.Tampered, UserError):
+        return True
+    return False
 
 
 def _environment(plan: Plan, release: Release, stop: threading.Event | None) -> Environment:
@@ -531,14 +551,25 @@ def _sandboxed(plan: Plan, there: Environment, place: Path, command: list[str]) 
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise UserError("--sandbox needs bubblewrap: install it (apt install bubblewrap), or run in a container.")
+    if why := _refused(bwrap):
+        raise UserError(f"--sandbox does not work here: {why}. Run in a container, or ask for user namespaces.")
     words = [bwrap, "--die-with-parent", "--new-session", "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc"]
     words += ["--dev-bind", "/dev", "/dev"] if plan.lane == "device" else ["--dev", "/dev"]
     for hidden in dict.fromkeys([str(Path.home()), "/home", "/root", "/tmp", "/run", "/var/tmp"]):
-        words += ["--tmpfs", hidden] if Path(hidden).is_dir() and not Path(hidden).is_symlink() else []
+        words += ["--tmpfs", str(Path(hidden).resolve())] if Path(hidden).is_dir() else []
     seen = [Path(sys.base_prefix), there.python.parent.parent, plan.pack.folder, lanes.FOLDER, *there.path]
     for folder in dict.fromkeys(str(each.resolve()) for each in seen):
         words += ["--ro-bind", folder, folder]
     return [*words, "--bind", str(place), str(place), "--chdir", str(place / "tmp"), "--", *command]
+
+
+@cache
+def _refused(bwrap: str) -> str:
+    """Why bubblewrap cannot make a sandbox here; empty where it can."""
+    done = subprocess.run(
+        [bwrap, "--unshare-all", "--ro-bind", "/", "/", "true"], capture_output=True, text=True, errors="replace"
+    )
+    return plain(done.stderr.strip() or f"bwrap exited with {done.returncode}") if done.returncode else ""
 
 
 def _subject(plan: Plan, release: Release, cell: Cell, there: Environment | None) -> dict[str, Any]:
@@ -559,6 +590,7 @@ def _subject(plan: Plan, release: Release, cell: Cell, there: Environment | None
 def _log(plan: Plan, cell: Cell, ran: _Ran, scrub: Scrubber) -> str:
     """The opening line (what was asked for), what the script printed, and the closing line (how it ended)."""
     opening = {
+        "form": 2,
         "pack": cell.pack,
         "dist": cell.dist,
         "version": cell.version,
@@ -567,7 +599,8 @@ def _log(plan: Plan, cell: Cell, ran: _Ran, scrub: Scrubber) -> str:
         "lane": plan.lane,
         "arguments": [scrub(word) for word in plan.arguments],
         "gpus": sorted({f"sm_{device['compute_cap'].replace('.', '')}" for device in environments.gpu()}),
-        **({"patch": ran.patch} if ran.patch and "unpatched" in ran.patch else {}),
+        **({"patch": ran.patch} if ran.patch else {}),
+        **({"sandbox": True} if plan.sandbox else {}),
         **({"validate": True, "lines": ran.lines} if ran.validate else {}),
     }
     body = ran.output if not ran.output or ran.output.endswith("\n") else f"{ran.output}\n"

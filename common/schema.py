@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from common.grade import plain
 
 
 def validate(name: str, document: Any) -> None:
     """`UserError` that names the place and what is wrong there, unless ``document`` is as ``schemas/NAME.json`` says."""
     error = next(iter(_validator(name).iter_errors(document)), None)
     if error is not None:
-        where = ".".join(str(part) for part in error.instance_path) or "the whole"
-        raise UserError(f"{where}: {error.message[:200]}.")
+        where = plain(".".join(str(part) for part in error.instance_path)) or "the whole"
+        raise UserError(f"{where}: {plain(error.message)}.")
 
 
 @cache

@@ -66,7 +66,7 @@ PLUMBING_ENV = re.compile(
 _CREDENTIALS = (
     re.compile(r"(?<![A-Za-z0-9_-])(?:gh[pousr]_|github_pat_|hf_|glpat-|pypi-|sk-|xox[abp]-|npm_)[A-Za-z0-9_-]{16,}"),
     re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"),
-    re.compile(r"(?<=://)[^/\s:@]{1,256}:[^/\s@]{1,256}(?=@)"),
+    re.compile(r"(?<=://)[^/\s@]{1,4096}(?=@)"),
     re.compile(r"(?i)(?<=bearer )[A-Za-z0-9._~+/=-]{8,}"),
     re.compile(r"(?i)(?<=token=)[A-Za-z0-9._~+/-]{8,}"),
     re.compile(r"(?<![A-Za-z0-9_-])eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*"),
@@ -106,7 +106,8 @@ class Scrubber:
         longest = sorted(written, key=len, reverse=True)
         self._path = re.compile(rf"(?:{'|'.join(map(re.escape, longest))})(?![\w-]|\.\w)")
         self._words = [pattern for word, mark in _identities(environ) for pattern in _places(word, mark)]
-        self._values = sorted((v for n, v in environ.items() if _SECRET_NAME.search(n) and len(v) >= 8), key=len, reverse=True)
+        secrets = [value for name, value in environ.items() if _SECRET_NAME.search(name) and len(value) >= 8]
+        self._values = sorted({form for value in secrets for form in _forms(value)}, key=len, reverse=True)
 
     def __call__(self, text: str) -> str:
         for value in self._values:
@@ -126,7 +127,7 @@ def without_password(value: str) -> str:
 
 def _forms(path: str) -> set[str]:
     """A path as it is, in JSON (where ö is \\u00f6), in bytes and in an address."""
-    return {path, json.dumps(path)[1:-1], repr(path.encode())[2:-1], quote(path)}
+    return {path, json.dumps(path)[1:-1], repr(path)[1:-1], repr(path.encode())[2:-1], quote(path)}
 
 
 def _places(word: str, mark: str) -> list[tuple[re.Pattern[str], str]]:
@@ -150,5 +151,5 @@ def _identities(environ: Mapping[str, str]) -> Iterable[tuple[str, str]]:
     common = {"root", "user", "runner", "localhost", "host", "linux", "torch", "triton", "python"}
     for words, mark in ((users, "<user>"), (hosts, "<host>")):
         for word in sorted(words, key=len, reverse=True):
-            if len(word) >= 3 and word not in common:
+            if len(word) >= 2 and word not in common:
                 yield word, mark

@@ -40,31 +40,34 @@ def descendants(root: int) -> list[int]:
     return [pid for pid in found if pid not in dead]
 
 
-def reap() -> dict[int, int]:
-    """The children that have ended, with their wait status."""
-    ended = {}
-    with suppress(ChildProcessError):
-        while True:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if not pid:
-                break
-            ended[pid] = status
-    return ended
+def reap() -> bool:
+    """Take leave of the children that have ended; whether there are others. Who adopts orphans and has none has no descendants."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+        return True
+    except ChildProcessError:
+        return False
 
 
-def kill_descendants(patience: float = 5.0) -> int:
-    """Kill all that is left below this process, stopping each first so that none forks away; returns how many there were."""
+def kill_descendants(patience: float = 5.0) -> tuple[int, bool]:
+    """Kill all that is left below this process, stopping each first so that none forks away.
+
+    Returns how many there were, and whether none is left: what forks and ends without a pause may not be caught.
+    """
     killed: set[int] = set()
     until = time.monotonic() + patience
-    while (left := descendants(os.getpid())) and time.monotonic() < until:
+    while reap():
+        if time.monotonic() > until:
+            return len(killed), False
+        left = descendants(os.getpid())
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for pid in left:
                 with suppress(OSError):
                     os.kill(pid, number)
         killed.update(left)
-        reap()
-        time.sleep(0.01)
-    return len(killed)
+        time.sleep(0 if left else 0.001)
+    return len(killed), True
 
 
 def main(arguments: list[str]) -> None:
@@ -83,6 +86,7 @@ def main(arguments: list[str]) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, stop)
+    failure, failed_fd = os.pipe()
     child = os.fork()
     if child == 0:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -95,8 +99,12 @@ def main(arguments: list[str]) -> None:
         try:
             os.execvpe(command[0], command, os.environ)
         except OSError as error:
-            print(f"{command[0]}: {error.strerror}", flush=True)
+            os.write(failed_fd, str(error.errno).encode())
         os._exit(127)
+    os.close(failed_fd)
+    if why := os.read(failure, 16):  # Closed by exec, where it succeeds.
+        os.write(status_fd, json.dumps({"exec": int(why)}).encode())
+        return
     while True:
         # Waits without a poll; orphans that the command leaves behind are reaped on the way.
         pid, status = os.waitpid(-1, 0)
@@ -104,10 +112,9 @@ def main(arguments: list[str]) -> None:
             break
     # Children of the command's own that end with it are no stragglers.
     time.sleep(0.02)
-    reap()
-    stragglers = kill_descendants()
+    stragglers, clean = kill_descendants()
     code = os.waitstatus_to_exitcode(status)
-    os.write(status_fd, json.dumps({"code": code, "stragglers": stragglers}).encode())
+    os.write(status_fd, json.dumps({"code": code, "stragglers": stragglers, "clean": clean}).encode())
 
 
 if __name__ == "__main__":

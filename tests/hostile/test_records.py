@@ -18,6 +18,7 @@ from common.grade import grade
 from common.pack import all_packs, find
 
 PACK = find("pack09")
+VARIANT = next(iter(find("pack04").variants.values()))
 
 
 def loaded(results):
@@ -257,13 +258,13 @@ STALE = {
     "build": {"build": {"X": "1"}},
     "as_files": {"as_files": True},
     "requires": {"requires": ("six",)},
-    "pinned packages of a variant": {"variants": {"v": replace(next(iter(PACK.variants.values())), arguments=("--other",))}},
+    "pinned packages of a variant": {"variants": {"v": replace(VARIANT, arguments=("--other",))}},
 }
 
 
 @pytest.mark.parametrize("what", STALE)
 def test_whatever_decides_a_run_makes_its_receipts_stale(what):
-    pack = replace(PACK, variants={"v": next(iter(PACK.variants.values()))})
+    pack = replace(PACK, variants={"v": VARIANT})
     assert replace(pack, **STALE[what]).hashes("unpatched", (), "v") != pack.hashes("unpatched", (), "v")
 
 
