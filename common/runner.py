@@ -531,8 +531,13 @@ def _environ(plan: Plan, cell: Cell, there: Environment, place: Path) -> dict[st
         # Runs beside each other share the cores; left alone, each would start a thread for every core.
         **({"OMP_NUM_THREADS": str(plan.threads)} if plan.threads and "OMP_NUM_THREADS" not in os.environ else {}),
         "PYTHONUNBUFFERED": "1",
-        # What lies in a release's folder has to be what it installed.
-        "PYTHONDONTWRITEBYTECODE": "1",
+        # What lies in a release's folder has to be what it installed. The active environment's packages (torch) may have no
+        # byte code yet, and compiling them takes longer than most runs: it is kept aside.
+        **(
+            {"PYTHONPYCACHEPREFIX": str(plan.cache / "pycache")}
+            if plan.here or plan.release_path
+            else {"PYTHONDONTWRITEBYTECODE": "1"}
+        ),
         "REPRODUCER_SIDE": cell.side,
         "REPRODUCER_DIST": cell.dist,
         # Compile caches go into the cell's own folder: no run sees another's kernels.

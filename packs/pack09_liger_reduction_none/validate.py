@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from repro import check, device, eager, error, finish, liger, release, run
 
-B, S, H, V = 1, 8, 16, 100
+# A power of two: with another V the release's own softcap is wrong up to 0.8.3. repro.py has V = 200.
+B, S, H, V = 1, 8, 16, 128
 LIMIT = 1e-5
 
 
