@@ -34,10 +34,9 @@ def facts(row):
 def test_the_last_wrong_release_and_the_first_right_one(tmp_path, known):
     wrong = run(tmp_path, known, "0.8.1")
     assert [str(row.verdict) for row in wrong] == ["REPRODUCED", "ABSENT"]
-    assert all(row.as_expected and row.verdict.evidence == "interpreter" and len(row.verdict.proofs) == 3 for row in wrong)
-    before, after = (facts(row)["metrics"] for row in wrong)
-    assert before["mean_sha256"] == after["mean_sha256"]
-    assert before["sum_sha256"] == after["sum_sha256"]
+    assert all(row.as_expected and row.verdict.evidence == "interpreter" for row in wrong)
+    assert "152 checks of validate.py passed" in wrong[1].verdict.proofs["validation"]
+    assert sum("is the release's, byte for byte" in name for name in wrong[1].verdict.passed) == 96
     right = run(tmp_path, known, "0.8.2")
     assert [row.verdict.outcome for row in right] == ["ABSENT", "NOTHING_TO_PATCH"]
     # The subject of a receipt is the very file that the index publishes.
@@ -59,8 +58,8 @@ def test_a_trigger_that_does_not_trigger_is_red(tmp_path, known):
     shutil.copytree(PACK.folder, folder)
     script = folder / "repro.py"
     text = script.read_text()
-    blunt = text.replace("weight[0] = 2.0 ", "weight[:] = 1.0 ").replace("mask[0] = 0.0", "mask[:] = 1.0")
-    assert blunt.count("[:] = 1.0") == 2
+    blunt = text.replace("torch.randn(B * S - 1)]", "torch.full((B * S - 1,), 2.0)]").replace("% 2.0", "* 0.0 + 1.0")
+    assert blunt.count("2.0)]") == blunt.count("* 0.0 + 1.0") == 1
     script.write_text(blunt)
     unpatched, patched = run(tmp_path / "results", known, "0.7.0", pack=load(folder))
     assert unpatched.verdict.outcome == "ABSENT"
@@ -68,13 +67,41 @@ def test_a_trigger_that_does_not_trigger_is_red(tmp_path, known):
     assert not patched.as_expected
 
 
-def test_every_combination_of_options_is_cured_and_mean_and_sum_are_the_same_bytes(tmp_path, known):
-    rows = run(tmp_path, known, "0.7.0", arguments=PACK.variants["sweep"].arguments, variant="sweep")
-    assert [str(row.verdict) for row in rows] == ["REPRODUCED", "ABSENT"]
-    before, after = (facts(row)["metrics"] for row in rows)
-    digests = [name for name in before if "sha256" in name]
-    assert len(digests) == 2 + 2 * 48
-    assert all(before[name] == after[name] for name in digests)
+@pytest.mark.parametrize(
+    ("break_it", "where"),
+    [
+        ("            logits_chunk.mul_(token_grad[start_idx:end_idx, None].abs())", "trigger"),
+        ("            logits_chunk.mul_(token_grad[start_idx:end_idx, None] * float('nan'))", "trigger"),
+        ("            logits_chunk.mul_(token_grad[start_idx:end_idx, None] * 0)", "trigger"),
+        ("            logits_chunk.mul_(-token_grad[start_idx:end_idx, None])", "trigger"),
+        ("            logits_chunk.mul_(token_grad[start_idx:end_idx, None] * 1.0001)", "trigger"),
+    ],
+    ids=["sign of weights lost", "NaN", "zeros", "wrong sign", "a factor"],
+)
+def test_a_fix_that_is_wrong_is_red(tmp_path, known, break_it, where):
+    folder = tmp_path / PACK.folder.name
+    shutil.copytree(PACK.folder, folder)
+    text = (folder / "fix.py").read_text()
+    right = "            logits_chunk.mul_(token_grad[start_idx:end_idx, None])"
+    assert text.count(right) == 1
+    (folder / "fix.py").write_text(text.replace(right, break_it))
+    unpatched, patched = run(tmp_path / "results", known, "0.7.0", pack=load(folder))
+    assert unpatched.as_expected
+    assert not patched.as_expected
+    assert patched.verdict.outcome != "ABSENT"
+
+
+def test_a_fix_that_only_validate_can_tell_is_red(tmp_path, known):
+    """Strided gradients read as if they were dense: repro.py tries none of them, validate.py does."""
+    folder = tmp_path / PACK.folder.name
+    shutil.copytree(PACK.folder, folder)
+    text = (folder / "fix.py").read_text()
+    wrong = "token_grad.as_strided((token_grad.numel(),), (1,)) if token_grad.stride(0) == 2 else token_grad"
+    (folder / "fix.py").write_text(
+        text.replace("token_grad=grad_output", f"token_grad=({wrong.replace('token_grad', 'grad_output')})")
+    )
+    _, patched = run(tmp_path / "results", known, "0.7.0", pack=load(folder))
+    assert str(patched.verdict) == "CHANGED: validate: weights strided"
 
 
 def test_expected_holds_every_release_on_the_index_just_once(known):
@@ -94,7 +121,9 @@ def test_receipts_of_every_release_are_stored_and_show_what_is_expected(known):
         found = document["predicate"]["reproducer"]
         # Whoever changes the script can run the interpreter; a device receipt may wait for somebody with a GPU, shown as stale.
         if found["lane"] == "triton-interpreter":
-            assert receipt.hashes(document) == PACK.hashes(found["side"], lanes.files(found["lane"])), f"{path} is stale"
+            assert receipt.hashes(document) == PACK.hashes(found["side"], lanes.files(found["lane"]), found["variant"]), (
+                f"{path} is stale"
+            )
         if found["version"] in known and document["subject"][0]["digest"].get("sha256"):
             assert document["subject"][0]["digest"]["sha256"] == known[found["version"]].sha256
         if not found["variant"] and found["side"] == "unpatched":
@@ -129,12 +158,11 @@ def test_a_wheel_that_the_index_did_not_publish_is_refused(tmp_path, known):
     other = replace(known["0.6.5"], sha256="0" * 64)
     plan = runner.Plan(pack=PACK, lane="triton-interpreter", results=tmp_path, machine="here")
     rows = runner.run_release(plan, other)
-    assert str(rows[0].verdict) == "UNTESTABLE: install"
-    assert not rows[0].as_expected
+    assert rows[0].verdict.outcome == "INFRA"
+    assert rows[0].receipt is None
 
 
-def test_a_missing_gpu_is_one_sentence(cli):
-    done = cli("run", "pack09", "--release", "0.7.0", "--measure", cache=runner.CACHE)
-    assert done.returncode == 2
-    assert "--measure needs a GPU" in done.stderr
-    assert "Traceback" not in done.stderr + done.stdout
+def test_measuring_without_a_gpu_says_so(tmp_path, known):
+    variant = "seed-times"
+    rows = run(tmp_path, known, "0.7.0", arguments=PACK.variants[variant].arguments, variant=variant)
+    assert str(rows[0].verdict) == "UNTESTABLE: no-device"
