@@ -192,3 +192,24 @@ def test_two_copies_of_a_project_are_not_one(tmp_path):
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: toy\nVersion: {version}\n")
     with pytest.raises(UserError, match=r"twice, 1\.0 and 2\.0"):
         integrity.distribution("toy", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda site: (site / "_base.pth").write_text((site / "_base.pth").read_text() + "import sys\n"),
+        lambda site: (site / ".x.pth").write_text("import sys\n"),
+        lambda site: (site.parent.parent.parent / "pyvenv.cfg").unlink(),
+        lambda site: (site.parent.parent.parent / "bin" / "python").unlink(),
+        lambda site: ((site / "kept").mkdir(), (site / "reproducer_toy" / "__pycache__").symlink_to(site / "kept")),
+    ],
+    ids=["our own pth", "a hidden pth", "pyvenv.cfg", "its Python", "a linked folder"],
+)
+def test_what_we_put_there_counts_as_well(wheels, index, run, plan, change):
+    release = index.add(wheels["1.0"])
+    run(release)
+    change(site_of(plan, release))
+    rows, failures = run(release)
+    assert not failures
+    assert [row.verdict.outcome for row in rows] == ["REPRODUCED", "ABSENT"]
+    assert any("installed afresh" in note for row in rows for note in row.notes)

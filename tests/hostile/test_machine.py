@@ -166,3 +166,79 @@ def test_ctrl_c_while_uv_installs_kills_it(monkeypatch, tmp_path):
     with pytest.raises(Interrupted):
         environment._uv(["pip"], stop=stop)
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "os.kill(os.getpid(), 9)",
+        "os.kill(os.getpid(), 15)",
+        "raise OSError(28, 'No space left on device')",
+        "raise OSError(122, 'Disk quota exceeded')",
+    ],
+)
+def test_a_build_that_the_machine_ends_is_no_verdict(index, run, tmp_path, end, store_of):
+    import tarfile
+
+    root = tmp_path / "reproducer_toy-1.4"
+    (root / "reproducer_toy").mkdir(parents=True)
+    (root / "reproducer_toy" / "__init__.py").write_text("")
+    (root / "pyproject.toml").write_text('[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n')
+    (root / "backend.py").write_text(f"import os\n\ndef build_wheel(*_, **__):\n    {end}\n")
+    with tarfile.open(tmp_path / "reproducer_toy-1.4.tar.gz", "w:gz") as tar:
+        tar.add(root, root.name)
+    rows, failures = run(index.add(tmp_path / "reproducer_toy-1.4.tar.gz"))
+    assert {row.verdict.outcome for row in rows} <= {"INFRA"}
+    assert rows or failures
+    assert store_of() == {}
+
+
+@pytest.mark.parametrize("number", [5, 12, 24, 28, 122])
+def test_a_full_disk_while_the_script_runs_is_no_verdict(number):
+    body = ["Traceback (most recent call last):", f"OSError: [Errno {number}] No space left on device: 'x'"]
+    assert grade(make_log(body=body, exit=1)).outcome == "INFRA"
+
+
+def test_a_script_that_cannot_be_started_is_no_verdict(tmp_path):
+    from common.process import run as execute
+
+    ended = execute([str(tmp_path / "nowhere")], env={}, cwd=tmp_path, timeout=5, memory=2**30)
+    assert ended.stopped == "exec"
+    assert grade(make_log(body=[], exit=None, stopped="exec")).outcome == "INFRA"
+
+
+def test_failing_to_start_leaks_no_file(tmp_path):
+    from common.process import run as execute
+
+    def attempt():
+        with pytest.raises(OSError):
+            execute(["true"], env={}, cwd=tmp_path / "gone", timeout=5, memory=2**30)
+
+    attempt()
+    before = psutil.Process().num_fds()
+    for _ in range(5):
+        attempt()
+    assert psutil.Process().num_fds() == before
+
+
+@pytest.mark.parametrize("output", ["None", "subprocess.DEVNULL"], ids=["holds uv's output", "closes it"])
+def test_a_build_leaves_no_daemon_and_does_not_hang_the_runner(index, run, tmp_path, output, monkeypatch):
+    import tarfile
+
+    from common import environment
+
+    monkeypatch.setattr(environment, "UV_TIMEOUT", 8.0)
+    root = tmp_path / "reproducer_toy-1.4"
+    root.mkdir()
+    pid = tmp_path / "pid"
+    (root / "pyproject.toml").write_text('[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n')
+    (root / "backend.py").write_text(
+        "import subprocess, sys\n\ndef build_wheel(*_, **__):\n"
+        f"    daemon = subprocess.Popen(['sleep', '60'], start_new_session=True, stdout={output}, stderr={output})\n"
+        f"    open({str(pid)!r}, 'a').write(f'{{daemon.pid}} ')\n    sys.exit('no')\n"
+    )
+    with tarfile.open(tmp_path / "reproducer_toy-1.4.tar.gz", "w:gz") as tar:
+        tar.add(root, root.name)
+    rows, _ = run(index.add(tmp_path / "reproducer_toy-1.4.tar.gz"))
+    assert str(rows[0].verdict) in ("UNTESTABLE: install", "INFRA: install")
+    assert not any(psutil.pid_exists(int(word)) for word in pid.read_text().split())

@@ -138,3 +138,19 @@ def test_svg_labels_are_no_formulas(tmp_path, store):
 def test_plain_keeps_what_people_write():
     assert plain("größer → 3 × 10⁻⁵, 日本") == "größer → 3 × 10⁻⁵, 日本"
     assert len(plain("x" * 1000)) == 200
+
+
+def test_the_last_line_of_a_script_that_prints_no_verdict_is_plain():
+    assert not re.search(r"[\x00-\x1f\x7f-\x9f]", str(grade(make_log(body=["\x1b]0;pwned\x07"], exit=1))))
+    two = ["CHANGED: \x1b[31ma", "CHANGED: \x1b[31mb"]
+    assert not re.search(r"[\x00-\x1f\x7f-\x9f]", str(grade(make_log(body=two, exit=125))))
+
+
+@pytest.mark.parametrize("word", ["GH-3", "9ac26bb8" * 5, "0123abc"])
+def test_what_github_links_by_itself_is_code(word):
+    assert md(word) == f"`{word}`"
+
+
+def test_brackets_are_no_markup_of_the_terminal(cli, tmp_path):
+    done = cli("run", "pack00", "--release", "1.0", "--results", tmp_path / "[" / "x]", results=False)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -214,3 +214,75 @@ def test_a_patch_called_dots_cannot_leave_its_folder(cli, tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
     written = {path.relative_to(tmp_path / "results").parts[0] for path in (tmp_path / "results").rglob("*.json")}
     assert written == {"review"}
+
+
+PLAIN = "--- /dev/null\n+++ b/csrc/kernel.cu\n@@ -0,0 +1 @@\n+x\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        PLAIN + modify("toy/__init__.py"),
+        modify("toy/__init__.py") + PLAIN,
+        modify("toy/__init__.py")
+        + "diff --cc toy/old.py\n--- a/toy/old.py\n+++ b/toy/old.py\n@@@ -1,1 -1,1 +1,1 @@@\n- x = 1\n++x = 2\n",
+        modify("toy/__init__.py") + modify("toy/old.py").replace("a/toy", "toy").replace("b/toy", "toy"),
+    ],
+    ids=["a plain part before", "a plain part after", "a combined diff", "no prefix"],
+)
+def test_no_part_of_a_diff_vanishes(judge, text):
+    with pytest.raises(UserError):
+        judge(text)
+
+
+def test_a_series_of_mails_is_one_diff(judge):
+    mail = (
+        "From 0123 Mon Sep 17\nSubject: [PATCH 1/1] fix\n\n---\n toy/__init__.py | 2 +-\n\n"
+        + modify("toy/__init__.py")
+        + "-- \n2.39.5\n\n"
+    )
+    patched, _ = judge(mail)
+    assert patched.applied == ("toy/__init__.py",)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "CMakeLists.txt",
+        "csrc/a.hxx",
+        "csrc/a.inc",
+        "a.ptx",
+        "csrc/x.CU",
+        "src/k.cu.in",
+        "lib/a.S",
+        "third_party/x.f90",
+        "toy.c",
+    ],
+)
+def test_sources_of_compiled_code_matter_whatever_their_names(judge, path):
+    assert judge(modify("toy/__init__.py") + add(path))[0].unsupported == (path,)
+
+
+def test_a_submodule_matters(judge):
+    bump = "diff --git a/third_party/cutlass b/third_party/cutlass\nindex 111..222 160000\n--- a/third_party/cutlass\n+++ b/third_party/cutlass\n"
+    bump += "@@ -1 +1 @@\n-Subproject commit 111\n+Subproject commit 222\n"
+    assert judge(modify("toy/__init__.py") + bump)[0].unsupported == ("third_party/cutlass",)
+
+
+def test_the_diff_that_is_handed_out_is_the_one_that_ran(judge, tmp_path):
+    import subprocess
+
+    empty = "diff --git a/toy/sub/__init__.py b/toy/sub/__init__.py\nnew file mode 100644\nindex 0000000..e69de29\n"
+    odd = add("toy/odd.py", text="a = 1 # \x0c page \u2028 line")
+    patched, overlay = judge(modify("toy/__init__.py") + empty + odd)
+    assert "toy/sub/__init__.py" in patched.diff
+    env = {"PATH": "/usr/bin:/bin", "GIT_CEILING_DIRECTORIES": str(tmp_path)}
+    subprocess.run(["git", "apply", "-"], input=patched.diff.encode(), cwd=tmp_path / "site", check=True, env=env)
+    for name in ("toy/__init__.py", "toy/sub/__init__.py", "toy/odd.py"):
+        assert (tmp_path / "site" / name).read_bytes() == (overlay / name).read_bytes()
+
+
+def test_a_git_hooks_environment_changes_nothing(judge, monkeypatch, tmp_path):
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "nowhere"))
+    monkeypatch.setenv("GIT_WORK_TREE", str(tmp_path))
+    assert judge(modify("toy/__init__.py"))[0].applied == ("toy/__init__.py",)

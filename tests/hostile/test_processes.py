@@ -109,3 +109,51 @@ def test_a_runner_that_is_ended_leaves_no_script(tmp_path, number):
     assert not any(alive(p.pid) for p in scripts)
     assert b"Traceback" not in out
     assert not list((tmp_path / "results").rglob("reproducer-toy-7.0.*.json"))
+
+
+@pytest.fixture(params=[True, False], ids=["with a control group", "without one"])
+def anywhere(request, monkeypatch):
+    if not request.param:
+        monkeypatch.setattr("common.process._own_cgroup", lambda: None)
+
+
+@pytest.mark.parametrize("kind", ["forks twice", "clears its environment"])
+def test_the_supervisor_holds_what_escapes(tmp_path, anywhere, kind):
+    test_nothing_escapes(tmp_path, kind, "print('done')")
+
+
+def test_what_forks_without_a_pause_is_ended_or_said(tmp_path, anywhere):
+    code = """
+import os
+if os.fork() == 0:
+    os.setsid()
+    while True:
+        if os.fork():
+            os._exit(0)
+"""
+    ended = start(tmp_path, code, timeout=3)
+    if ended.stopped != "lost":
+        time.sleep(0.5)
+        assert not [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(tmp_path) and p.pid != os.getpid()]
+    for process in psutil.process_iter(["cwd"]):  # Whatever the outcome, the test itself leaves nothing.
+        if process.info["cwd"] == str(tmp_path):
+            process.kill()
+
+
+def test_a_runner_that_waits_for_a_lock_can_be_ended(tmp_path):
+    from common.files import locked
+
+    env = {**os.environ, "REPRODUCER_CACHE": str(tmp_path / "cache")}
+    code = RUNNER.format(results=str(tmp_path / "results")).replace("7.0", "1.0")
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, check=True)
+    lock = next((tmp_path / "cache" / "envs").glob("reproducer-toy-1.0-*.lock"))
+    with locked(lock):
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        time.sleep(3)
+        assert process.poll() is None
+        process.terminate()
+        out, _ = process.communicate(timeout=20)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert b"Traceback" not in out

@@ -354,3 +354,54 @@ def test_a_flaky_release_without_the_bug_is_not_advised(tmp_path, store):
     advice = pins.advise(PACK.package, [PACK], loaded(tmp_path))
     assert advice.pin is None
     assert "flaky: 2 of 3 runs" in " ".join(pins.text(advice))
+
+
+@pytest.mark.parametrize(
+    "facts", [{"bug_error": 10**400}, {"version": "abc"}, {"evidence": "device:<img src=x>"}, {"outcome": []}]
+)
+def test_what_a_table_cannot_take_is_named(facts, tmp_path, store):
+    odd = store(tmp_path, version="0.6.5")
+    store(tmp_path, version="0.7.0")
+    edit(odd, **facts)
+    found = loaded(tmp_path)
+    assert [seen.version for seen in found.runs] == ["0.7.0"]
+    assert odd in found.unreadable
+    assert timeline.markdown([PACK], found)
+
+
+def test_a_machine_is_no_markup(tmp_path, store):
+    store(tmp_path, machine="<img src=x>")
+    assert loaded(tmp_path).runs == () or not loaded(tmp_path).runs
+    assert any("<img src=x>" in str(path) for path in loaded(tmp_path).unreadable)
+
+
+def test_a_machine_is_not_called_as_a_folder_of_ours(cli):
+    done = cli("run", "pack00", "--release", "1.0", "--machine", "attach")
+    assert done.returncode == 2
+    assert "no machine's name" in done.stderr
+
+
+def test_a_patch_receipt_follows_from_its_log(wheels, index, run, tmp_path):
+    diff = "--- a/reproducer_toy/__init__.py\n+++ b/reproducer_toy/__init__.py\n@@ -1,2 +1,2 @@\n def total(xs):\n-    return xs[0] * len(xs)\n+    return sum(xs)\n"
+    (tmp_path / "x.diff").write_text(diff)
+    path = run(index.add(wheels["1.0"]), patch=tmp_path / "x.diff")[0][1].receipt
+    facts = receipt.read(path)["predicate"]["reproducer"]
+    assert list(audit.regrade(path)) == []
+    for patch in (None, {**facts["patch"], "sha256": "0" * 64}, {**facts["patch"], "skipped": ["x"]}):
+        edit(path, patch=patch)
+        assert any("its patch is" in problem for problem in audit.regrade(path))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("timeout", "1" + "0" * 400), ("memory", "inf"), ("timeout", "nan"), ("python", '"3.' + "9" * 5000 + '"')],
+)
+def test_a_pack_with_a_number_that_is_none_is_a_sentence(tmp_path, key, value):
+    from common.pack import load
+
+    folder = tmp_path / "pack98_x"
+    shutil.copytree(PACK.folder, folder)
+    text = (folder / "pack.toml").read_text()
+    (folder / "pack.toml").write_text(f"{key} = {value}\n{text}")
+    with pytest.raises(UserError, match=key):
+        load(folder)

@@ -89,3 +89,32 @@ def test_a_receipt_with_nan_is_never_written(tmp_path, store):
 def test_a_toy_whose_result_is_not_a_number(wheels, index, run):
     rows, _ = run(index.add(wheels["0.3"]))
     assert rows[0].verdict.outcome == "ERROR"
+
+
+def test_a_role_that_nobody_knows_is_no_check():
+    bad = '{"role": "contrl", "name": "dH", "error": 9.0, "limit": 1e-5}'
+    assert grade(log_with(json.dumps(CONTROL), json.dumps(RIGHT), bad)).outcome == "ERROR"
+
+
+@pytest.mark.parametrize("evidence", ["device:<img src=x>", "source:@x", "device:", "device:sm_90 x", "certain"])
+def test_an_evidence_level_is_one_of_ours(evidence):
+    assert grade(make_log({**FACTS, "evidence": evidence}).replace("triton-interpreter", "device")).outcome == "ERROR"
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        make_log(stopped={}),
+        make_log()
+        .replace('"arguments"', '"gpus": 5, "arguments"')
+        .replace('"interpreter"', '"device:sm_90"')
+        .replace("triton-interpreter", "device"),
+        make_log().replace('"arguments"', '"patch": "x", "arguments"'),
+        make_log({**FACTS, "claims": 5}),
+        make_log().replace('"error": 0.5', f'"error": 1{"0" * 400}'),
+        make_log().replace('"metrics": {}', '"metrics": ' + '{"a":' * 700 + "1" + "}" * 700),
+    ],
+    ids=["stopped", "gpus", "patch", "claims", "a long number", "deep"],
+)
+def test_grade_never_raises(broken):
+    assert grade(broken).outcome in ("ERROR", "REPRODUCED")
