@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common import receipt, releases
+from common.environment import architectures
 from common.errors import UserError
 from common.grade import Disagreement, grade, plain, split
 from common.history import said
@@ -26,8 +27,11 @@ PRIVATE = re.compile(
 def regrade(path: Path) -> Iterator[str]:
     """Where a receipt is not what its log gives today: what was asked for, how it ended, and all that is derived from them."""
     document = receipt.read(path)
+    yield from _follows(path, document, receipt.read_log(path, document))
+
+
+def _follows(path: Path, document: dict[str, Any], log: str) -> Iterator[str]:
     facts, predicate = document["predicate"]["reproducer"], document["predicate"]
-    log = receipt.read_log(path, document)
     verdict = grade(log)
     try:
         opening, _, closing = split(log)
@@ -55,24 +59,11 @@ def regrade(path: Path) -> Iterator[str]:
     for name in ("exit", "signal", "stopped", "seconds", "peak_rss"):
         if closing.get(name, facts[name]) != facts[name]:
             yield f"its {name} is {facts[name]!r}, and its log ends with {closing[name]!r}"
-    derived = {
-        "outcome": verdict.outcome,
-        "reason": verdict.reason,
-        "evidence": verdict.evidence,
-        "bug_error": verdict.bug_error,
-        "limit": verdict.limit,
-        "control_error": verdict.control_error,
-        "proofs": dict(verdict.proofs),
-        "claims": list(verdict.claims),
-        "metrics": dict(verdict.metrics),
-    }
-    seen = {**{name: facts[name] for name in derived}, "passed": predicate["passedTests"], "failed": predicate["failedTests"]}
-    derived |= {"passed": list(verdict.passed), "failed": list(verdict.failed), "result": receipt.result(verdict)}
-    seen["result"] = predicate["result"]
-    for name, value in derived.items():
-        if seen[name] != value:
-            yield f"{name} was {plain(repr(seen[name]))}, and is {plain(repr(value))} by today's rules"
-    gpus = {f"sm_{gpu.get('compute_cap', '').replace('.', '')}" for gpu in facts["environment"]["gpus"]}
+    for stored, derived in zip((predicate, facts), receipt.derived(verdict), strict=True):
+        for name, value in derived.items():
+            if stored[name] != value:
+                yield f"{name} was {plain(repr(stored[name]))}, and is {plain(repr(value))} by today's rules"
+    gpus = set(architectures(facts["environment"]["gpus"]))
     if verdict.evidence.startswith("device") and verdict.evidence.partition(":")[2] not in gpus:
         yield f"its evidence is {verdict.evidence}, and its machine has {', '.join(sorted(gpus)) or 'no GPU'}"
     if "gpus" in opening and set(opening["gpus"]) != gpus:
@@ -124,7 +115,7 @@ def verify(path: Path, published: Published) -> Iterator[str]:
     log = receipt.read_log(path, document)
     cell = receipt.Cell(**{name: facts[name] for name in ("pack", "dist", "version", "side", "variant")})
     receipt.check_place(path, document)
-    yield from regrade(path)
+    yield from _follows(path, document, log)
     digest, wanted = document["subject"][0]["digest"].get("sha256"), published.sha256(cell.dist, cell.version)
     if digest and wanted and digest not in wanted:
         yield f"its subject has sha256 {digest[:12]}…, and the index publishes {wanted[0][:12]}… for {cell.dist} {cell.version}"

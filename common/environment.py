@@ -23,7 +23,7 @@ import tarfile
 import tempfile
 import threading
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -484,6 +484,11 @@ def gpu() -> tuple[dict[str, str], ...]:
     return tuple(
         dict(zip(fields, map(str.strip, line.split(",")), strict=False)) for line in done.stdout.splitlines() if line.strip()
     )
+
+
+def architectures(gpus: Iterable[Mapping[str, str]]) -> list[str]:
+    """The compute capabilities of some GPUs as evidence names them: ``sm_90``."""
+    return sorted({f"sm_{gpu['compute_cap'].replace('.', '')}" for gpu in gpus})
 
 
 def read_wheel(wheel: Path, package: str) -> tuple[str, str]:

@@ -38,8 +38,9 @@ class Ended:
     """How a command ended.
 
     ``stopped`` is "timeout" or "memory" where the limit ended it; "lost" where it is not known how it ended (its warden was
-    killed, or something of it cannot be); "exec" where it could not be started. ``seconds`` is wall-clock time, ``peak_rss`` the largest sum of resident memory over its processes, in bytes,
-    sampled every 0.1 s. ``cut`` counts the output's bytes not kept.
+    killed, or something of it cannot be); "exec" where it could not be started. ``seconds`` is wall-clock
+    time, ``peak_rss`` the largest sum of resident memory over its processes, in bytes, sampled every 0.1 s. ``cut`` counts the
+    output's bytes not kept.
     """
 
     output: str

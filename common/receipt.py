@@ -64,8 +64,24 @@ class Cell:
         return " ".join(filter(None, (self.pack, self.dist, self.version, self.side, self.variant)))
 
 
-def result(verdict: Verdict) -> str:
-    return _RESULT.get(verdict.outcome, "WARNED")
+def derived(verdict: Verdict) -> tuple[dict[str, Any], dict[str, Any]]:
+    """All of a receipt that follows from the verdict: what stands in the predicate, and what in our part of it."""
+    predicate = {
+        "result": _RESULT.get(verdict.outcome, "WARNED"),
+        "passedTests": list(verdict.passed),
+        "failedTests": list(verdict.failed),
+    }
+    return predicate, {
+        "outcome": verdict.outcome,
+        "reason": verdict.reason,
+        "evidence": verdict.evidence,
+        "bug_error": verdict.bug_error,
+        "limit": verdict.limit,
+        "control_error": verdict.control_error,
+        "proofs": dict(verdict.proofs),
+        "claims": list(verdict.claims),
+        "metrics": dict(verdict.metrics),
+    }
 
 
 def statement(
@@ -87,15 +103,14 @@ def statement(
 ) -> dict[str, Any]:
     """The receipt of one run, ready to be written; everything in it is already free of private words."""
     installed = environment.distributions() if environment else []
+    predicate, facts = derived(verdict)
     return {
         "_type": STATEMENT,
         "subject": [dict(subject)],
         "predicateType": PREDICATE,
         "predicate": {
-            "result": result(verdict),
+            **predicate,
             "configuration": [{"name": name, "digest": {"sha256": digest}} for name, digest in sorted(hashes.items())],
-            "passedTests": list(verdict.passed),
-            "failedTests": list(verdict.failed),
             "reproducer": {
                 "schema": SCHEMA,
                 "runner": __version__,
@@ -105,15 +120,7 @@ def statement(
                 "side": cell.side,
                 "variant": cell.variant,
                 "lane": lane,
-                "outcome": verdict.outcome,
-                "reason": verdict.reason,
-                "evidence": verdict.evidence,
-                "bug_error": verdict.bug_error,
-                "limit": verdict.limit,
-                "control_error": verdict.control_error,
-                "proofs": dict(verdict.proofs),
-                "claims": list(verdict.claims),
-                "metrics": dict(verdict.metrics),
+                **facts,
                 "command": command,
                 "exit": closing.get("exit"),
                 "signal": closing.get("signal"),

@@ -49,9 +49,12 @@ def console(*, stderr: bool = False) -> Console:
 
 def told(row: Row) -> str:
     """What a row says of itself: its verdict, or that it did not have to be run."""
-    if row.ran or row.verdict.outcome == "NOTHING_TO_PATCH":
-        return said(row.verdict, row.cell.side)
-    return f"not run ({row.verdict.outcome})"
+    return said(row.verdict, row.cell.side) if _is_own(row) else f"not run ({row.verdict.outcome})"
+
+
+def _is_own(row: Row) -> bool:
+    """Whether a row says something of its own, and not only that the other side could not be told."""
+    return row.ran or row.verdict.outcome == "NOTHING_TO_PATCH"
 
 
 def number(value: float | None) -> str:
@@ -131,10 +134,6 @@ def coverage(row: Row) -> Iterator[str]:
             yield f"{patch['name']}: {what}: {', '.join(patch[key])}"
 
 
-def _is_idle(row: Row) -> bool:
-    return row.verdict.outcome == "NOTHING_TO_PATCH"
-
-
 def compared(rows: Sequence[Row], recorded: History) -> Iterator[Text]:
     """Whether runs agree with the records of any machine, so that a plain run says something without changing a file in git."""
     ran = [row for row in rows if row.receipt]
@@ -148,7 +147,7 @@ def compared(rows: Sequence[Row], recorded: History) -> Iterator[Text]:
         words = {seen.word: seen for seen in seen_before}
         if not words:
             unknown.append(f"{cell.version} {cell.side}")
-        elif (word := said(row.verdict, cell.side) if row.ran or _is_idle(row) else "not run") in words:
+        elif (word := said(row.verdict, cell.side) if _is_own(row) else "not run") in words:
             agree += 1
         else:
             was = "; ".join(f"{seen.word} on {seen.machine}, {seen.started[:10]}" for seen in words.values())

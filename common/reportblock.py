@@ -11,8 +11,6 @@ from pathlib import Path
 
 TEXT = (Path(__file__).parent / "templates" / "report.py.txt").read_text(encoding="utf-8")
 _BLOCK = re.compile(r"^# --- report/1\b.*?^# --- end of report/1 ---\n", re.MULTILINE | re.DOTALL)
-#: A page, in lines, without the block.
-PAGE = 100
 
 
 def own(script: str) -> str:

@@ -264,28 +264,28 @@ def _side(
         except InfraError as error:
             ran = _Ran(closing={"exit": None, "stopped": "infra", "reason": "install", "message": str(error)})
         scrub = _scrubber(plan, place, ran.environment)
-    log = _log(plan, cell, ran, scrub)
-    verdict = grade(log)
-    row = _row(plan, release, cell, ran, verdict)
-    if verdict.outcome == "INFRA":  # What was stored before stays as it is.
-        return row
-    name, sha256 = receipt.log_name(cell, log)
-    document = receipt.statement(
-        cell,
-        verdict,
-        environment=ran.environment,
-        subject=_subject(plan, release, cell, ran.environment),
-        lane=plan.lane,
-        hashes=plan.pack.at(release.version).hashes(side, lanes.files(plan.lane), plan.variant),
-        command=ran.command,
-        closing=ran.closing,
-        started=started,
-        log_name=name,
-        log_sha256=sha256,
-        patch=ran.patch,
-        settings=ran.settings,
-        sandbox=plan.sandbox,
-    )
+        log = _log(plan, cell, ran, scrub)
+        verdict = grade(log)
+        row = _row(plan, release, cell, ran, verdict)
+        if verdict.outcome == "INFRA":  # What was stored before stays as it is.
+            return row
+        name, sha256 = receipt.log_name(cell, log)
+        document = receipt.statement(
+            cell,
+            verdict,
+            environment=ran.environment,
+            subject=_subject(plan, release, cell, ran.environment),
+            lane=plan.lane,
+            hashes=plan.pack.at(release.version).hashes(side, lanes.files(plan.lane), plan.variant),
+            command=ran.command,
+            closing=ran.closing,
+            started=started,
+            log_name=name,
+            log_sha256=sha256,
+            patch=ran.patch,
+            settings=ran.settings,
+            sandbox=plan.sandbox,
+        )
     return replace(row, receipt=receipt.write(plan.results, cell, log, document, machine=plan.machine))
 
 
@@ -384,7 +384,7 @@ def _attempt(
     if deep is not None and closing["exit"] == 0:
         lines = len(output.splitlines())
         second = execute(_command(plan, there, deep))
-        output = f"{output}{'' if output.endswith(chr(10)) else chr(10)}{scrub(second.output)}"
+        output = _ended(output) + scrub(second.output)
         closing["validate"] = _closing(second, sandbox=plan.sandbox)
     return _Ran(
         closing=closing,
@@ -438,7 +438,7 @@ def _hold(plan: Plan, release: Release, held: ExitStack, stop: threading.Event |
                 held.push(mine.pop_all())
                 return there, tuple(notes)
         environments.discard(there, partial(_is_tampered, plan, there))
-    raise InfraError(f"{'; '.join(notes)}, and each time something changed it again.")
+    raise InfraError(f"{'; '.join(notes) or 'The environment was taken away'}, and each time something changed it again.")
 
 
 def _compare(plan: Plan, there: Environment) -> None:
@@ -603,13 +603,17 @@ def _log(plan: Plan, cell: Cell, ran: _Ran, scrub: Scrubber) -> str:
         "variant": cell.variant,
         "lane": plan.lane,
         "arguments": [scrub(word) for word in plan.arguments],
-        "gpus": sorted({f"sm_{device['compute_cap'].replace('.', '')}" for device in environments.gpu()}),
+        "gpus": environments.architectures(environments.gpu()),
         **({"patch": ran.patch} if ran.patch else {}),
         **({"sandbox": True} if plan.sandbox else {}),
         **({"validate": True, "lines": ran.lines} if ran.validate else {}),
     }
-    body = ran.output if not ran.output or ran.output.endswith("\n") else f"{ran.output}\n"
-    return f"{json.dumps({'runner': opening})}\n{body}{json.dumps({'runner': dict(ran.closing)})}\n"
+    return f"{json.dumps({'runner': opening})}\n{_ended(ran.output)}{json.dumps({'runner': dict(ran.closing)})}\n"
+
+
+def _ended(output: str) -> str:
+    """What a script printed, its last line ended."""
+    return output if not output or output.endswith("\n") else f"{output}\n"
 
 
 def _scrubber(plan: Plan, place: Path, there: Environment | None) -> Scrubber:
