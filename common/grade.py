@@ -113,13 +113,15 @@ def _grade(opening: dict[str, Any], body: list[str], closing: dict[str, Any]) ->
         ran = f"{len(deep.passed)} checks of validate.py passed"
         found = {**verdict.metrics, **({"validate": dict(deep.metrics)} if deep.metrics else {})}
         passed = (*verdict.passed, *(f"validate: {name}" for name in deep.passed))
-        worst = max((e for e in (verdict.bug_error, deep.bug_error) if e is not None), default=None)
+        worst = max(verdict, deep, key=lambda each: -1.0 if each.bug_error is None else each.bug_error)
         return replace(
             verdict,
             proofs={**verdict.proofs, "validation": ran},
             metrics=found,
             passed=passed,
-            bug_error=worst,
+            bug_error=worst.bug_error,
+            limit=worst.limit,
+            control_error=max((each.control_error for each in (verdict, deep) if each.control_error is not None), default=None),
             claims=deep.claims or verdict.claims,
         )
     if deep.outcome == "REPRODUCED":

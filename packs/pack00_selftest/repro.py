@@ -7,46 +7,87 @@
 Its other releases end in every other way a run can end, also in ways that must not pass for a verdict.
 """
 
-import json
-import os
-import sys
 from importlib.metadata import version
-
-import reproducer_toy
-
-MODE = getattr(reproducer_toy, "MODE", "")
-LIMIT = 1e-8
-facts = {
-    "reproducer": 1,
-    "evidence": "source",
-    "file": reproducer_toy.__file__,
-    "version": version("reproducer-toy"),
-    "comparisons": [],
-}
-if MODE == "no-such-gpu":
-    facts["evidence"] = "device:sm_999"
-
-
-def finish(verdict, reason=""):
-    absent = "FIX_VALIDATED" if os.environ.get("REPRODUCER_SIDE") == "patched" else "BUG_ABSENT"
-    word = {"REPRODUCED": "BUG_REPRODUCED", "ABSENT": absent}.get(verdict, verdict)
-    print(json.dumps({**facts, "verdict": "ABSENT" if MODE == "contradiction" else verdict}))
-    print(f"{word}: {reason}" if reason else word)
-    sys.exit(0 if MODE == "wrong-exit" else {"REPRODUCED": 10, "ABSENT": 0}.get(verdict, 125))
 
 
 def compare(role, name, got, want):
-    error = abs(got - want) / abs(want)
-    facts["comparisons"].append({"role": role, "name": name, "error": error, "limit": LIMIT})
-    print(f"{role:<8} {name:<24} error {error:.1e}  limit {LIMIT:.0e}")
-    return error
+    check(role, name, error=abs(got - want) / abs(want), limit=1e-8)
 
 
-if MODE == "runs-nothing":
-    finish("ABSENT")
-try:
+def main():
+    import reproducer_toy
+
+    mode = getattr(reproducer_toy, "MODE", "")
+    FACTS.update(file=reproducer_toy.__file__, version=version("reproducer-toy"), evidence="source")
+    if mode == "no-such-gpu":
+        FACTS["evidence"] = "device:sm_999"
+    if mode == "runs-nothing":
+        finish("ABSENT")
+    if mode == "contradiction":
+        dumps = json.dumps
+        json.dumps = lambda facts: dumps({**facts, "verdict": "ABSENT"} if "verdict" in facts else facts)
+    if mode == "wrong-exit":
+        sys.exit = lambda code: os._exit(sys.stdout.flush() or 0)
     compare("control", "all elements the same", reproducer_toy.total([2.0, 2.0, 2.0]), 6.0)
-    bug = compare("trigger", "elements that differ", reproducer_toy.total([1.0, 2.0, 3.0]), 6.0)
-except ValueError as error:
-    finish("CHANGED", type(error).__name__)
-finish("REPRODUCED" if bug > LIMIT else "ABSENT")
+    compare("trigger", "elements that differ", reproducer_toy.total([1.0, 2.0, 3.0]), 6.0)
+    finish({"control-fails": "REPRODUCED", "not-a-number": "ABSENT"}.get(mode))
+
+
+# --- report/1: the same in every script, kept so by `python -m common tables`; docs/scripts.md says what the words mean ---
+import json
+import math
+import os
+import sys
+import traceback
+
+CHECKS, FACTS = [], {"report": 1, "evidence": "none", "metrics": {}}
+
+
+def check(role, name, ok=None, *, error=None, limit=None):
+    """Record whether the release behaves as a correct one: ``ok``, or ``error <= limit``. What is no finite number has failed."""
+    row = {"role": role, "name": name}
+    if limit is not None:
+        error = float(error) if error is not None and math.isfinite(error) else None
+        row |= {"error": error, "limit": limit}
+        ok = error is not None and error <= limit
+    CHECKS.append({**row, "ok": bool(ok)})
+    shown = "" if limit is None else "  not finite" if error is None else f"  {error:.2e} (limit {limit:.0e})"
+    words = ("seen", "not seen") if role == "signature" else ("ok", "FAIL")
+    print(f"{role:<9} {words[not ok]:<8} {name}{shown}", flush=True)
+
+
+def finish(verdict=None, reason=""):
+    """Print the verdict that the checks give, or CHANGED, UNTESTABLE or MEASURED; exit with 10, 0 or 125."""
+    failed = {
+        role: [c["name"] for c in CHECKS if c["role"] == role and not c["ok"]] for role in ("control", "trigger", "signature")
+    }
+    if verdict is None:
+        if not {"control", "trigger"} <= {c["role"] for c in CHECKS}:
+            verdict, reason = "CHANGED", "nothing was checked"
+        elif bad := failed["control"] or (failed["trigger"] and failed["signature"]):
+            verdict, reason = "CHANGED", bad[0]
+        else:
+            verdict = "REPRODUCED" if failed["trigger"] else "ABSENT"
+    absent = "FIX_VALIDATED" if os.environ.get("REPRODUCER_SIDE") == "patched" else "BUG_ABSENT"
+    word = {"REPRODUCED": "BUG_REPRODUCED", "ABSENT": absent}.get(verdict, verdict)
+    facts = json.dumps({**FACTS, "checks": CHECKS, "verdict": verdict})
+    print(json.dumps(json.loads(facts, parse_constant=lambda _: None)))  # NaN is no JSON.
+    print(f"{word}: {reason}" if reason else word)
+    sys.exit({"REPRODUCED": 10, "ABSENT": 0, "MEASURED": 0}.get(verdict, 125))
+
+
+def unexpected(kind, error, trace):
+    traceback.print_exception(kind, error, trace)
+    if issubclass(kind, ImportError):
+        finish("UNTESTABLE", "import")
+    if kind.__name__ in ("MemoryError", "OutOfMemoryError"):
+        finish("UNTESTABLE", "oom")
+    if issubclass(kind, Exception):
+        finish("CHANGED", kind.__name__)
+
+
+sys.excepthook = unexpected
+# --- end of report/1 ---
+
+if __name__ == "__main__":
+    main()

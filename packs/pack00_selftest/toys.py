@@ -34,7 +34,7 @@ if os.fork() == 0:
     os.execve('/bin/sleep', ['sleep', '3600'], {})
 """,
     "0.2": "import os, signal\n\ndef total(xs):\n    os.kill(os.getpid(), signal.SIGTERM)\n",
-    "0.3": "def total(xs):\n    return sum(xs) if len(set(xs)) == 1 else float('nan')\n",
+    "0.3": "def total(xs):\n    return sum(xs) if len(set(xs)) == 1 else float('nan')\n\nMODE = 'not-a-number'\n",
     "0.4": FIXED + "\nMODE = 'no-such-gpu'\n",
     "13.0": "def total(xs):\n    big = []\n    while True:\n        big.append(bytearray(2**26))\n",
 }

@@ -8,7 +8,6 @@ LigerFusedLinearCrossEntropyFunction.apply(..., reduction="none") returns a corr
 saved in the forward by grad_output[0], read as if it were a scalar, so any per-token weight (a loss mask, document weights) gives
 silently wrong gradients for the input x [BT, H] and for the lm_head w [V, H].
 https://github.com/linkedin/Liger-Kernel/issues/968, fixed by https://github.com/linkedin/Liger-Kernel/pull/1298
-
 Runs on a GPU, or without one on Triton's interpreter. Exits with 10 (BUG_REPRODUCED), 0 (BUG_ABSENT) or 125 (neither).
 """
 
@@ -31,9 +30,8 @@ def liger(x, w, y, b=None, **given):
     """The release's own loss: autograd.Function.apply takes no keywords, and their order differs between releases."""
     function = release().LigerFusedLinearCrossEntropyFunction
     given = {"_input": x, "weight": w, "target": y, "bias": b, **given}
-    out = function.apply(
-        *(given.get(p.name, p.default) for p in list(inspect.signature(function.forward).parameters.values())[1:])
-    )
+    order = list(inspect.signature(function.forward).parameters.values())[1:]
+    out = function.apply(*(given.get(p.name, p.default) for p in order))
     return out[0] if isinstance(out, tuple) else out
 
 
@@ -45,10 +43,10 @@ def eager(x, w, y, b=None, *, lse_square_scale=0.0, ignore_index=-100, **given):
 
 
 def run(function, tensors, y, scale=1.0, **given):
-    """The loss, and dx, dw (and db) of (scale * loss).sum()."""
+    """The loss, and dx, dw (and db) for the gradient ``scale`` of the loss; a number is expanded, with stride 0, as sum() does."""
     leaves = [t.detach().clone().requires_grad_() for t in tensors]
     loss = function(*leaves[:2], y, *leaves[2:], **given)
-    (loss * scale).sum().backward()
+    loss.backward(torch.as_tensor(scale, dtype=loss.dtype, device=device).expand_as(loss))
     return [loss.detach(), *(leaf.grad for leaf in leaves)]
 
 
@@ -69,8 +67,7 @@ def release():
 def main(options):
     if "reduction" not in inspect.signature(release().LigerFusedLinearCrossEntropyFunction.forward).parameters:
         finish("UNTESTABLE", "no-api")
-    (B, S, H, V), dtype = options.shape, {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
-    limit = {"fp32": 1e-5, "bf16": 1e-1}[options.dtype]
+    (B, S, H, V), (dtype, limit) = options.shape, {"fp32": (torch.float32, 1e-5), "bf16": (torch.bfloat16, 1e-1)}[options.dtype]
     torch.manual_seed(0)
     x, w, b = (t.to(device, dtype) for t in (torch.randn(B * S, H), torch.randn(V, H) / H**0.5, torch.randn(V)))
     y = torch.randint(0, V, (B * S,))
@@ -86,7 +83,7 @@ def main(options):
         return got[1:], want[1:]
 
     compare("control", "mean", reduction="mean")
-    _, plain = compare("control", "none, summed: a gradient of stride 0", 1.0, reduction="none")
+    _, plain = compare("control", "none, summed: a gradient of stride 0", reduction="none")
     wrong, _ = compare("trigger", "none x a weight of either sign for each token", weight, reduction="none")
     masked, want = compare("trigger", "none x a 0/1 loss mask without token 0", mask, reduction="none")
     rest = {"label_smoothing": 0.1, "lse_square_scale": 1e-3, "reduction": "none", "ignore_index": int(y[1])}

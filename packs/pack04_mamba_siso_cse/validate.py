@@ -1,0 +1,105 @@
+"""The deep check of a fix of pack04: every gradient is, bit for bit, the release's, and right against the definition in fp64.
+
+Runs after repro.py on the patched side: dense, grouped with a ragged last chunk, and sequences of several lengths in one.
+"""
+
+import importlib.util
+import math
+from importlib.metadata import distribution
+
+import torch
+import torch.nn.functional as F
+from repro import FACTS, check, device, finish, gradients, inputs, interpreted, release
+
+NAMES = ("dQ", "dK", "dV", "dADT", "dDT", "dTrap", "dQ_bias", "dK_bias", "dAngles", "dD", "dZ")
+#: What the kernel at issue computes. Angles are summed over the sequence in bf16 on a GPU, so theirs and dDT's errors grow with S.
+OWN = NAMES if interpreted else ("dQ", "dK", "dV", "dADT", "dD", "dZ")
+LIMIT = 1e-5 if interpreted else 0.1  # the kernels compute in fp32 there, in bf16 here
+#: name, (B, S, G, H, N, P), chunk, lengths
+CASES = (
+    [
+        ("dense", (2, 32, 4, 4, 32, 64), 16, None),
+        ("GQA, ragged", (1, 37, 2, 4, 32, 64), 16, None),
+        ("varlen", (1, 48, 2, 4, 32, 64), 16, (20, 1, 27)),
+    ]
+    if interpreted
+    else [
+        ("S=256", (2, 256, 8, 8, 64, 64), 64, None),
+        ("S=4096", (1, 4096, 1, 24, 128, 64), 64, None),
+        ("varlen", (1, 1000, 1, 8, 64, 64), 64, (200, 1, 300, 499)),
+    ]
+)
+
+
+def original():
+    """The release's own module, which the patched one hides."""
+    path = distribution("mamba-ssm").locate_file("mamba_ssm/ops/triton/mamba3/mamba3_siso_bwd.py")
+    spec = importlib.util.spec_from_file_location("original_bwd", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def definition(Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D, Z):
+    """Mamba-3 SISO by its definition, quadratic in S. Q, K [B, S, G, N]; V, Z [B, S, H, P]; ADT, DT, Trap [B, H, S]."""
+    groups = V.shape[2] // Q.shape[2]
+    q, k = (x.repeat_interleave(groups, 2) + bias for x, bias in ((Q, Q_bias), (K, K_bias)))
+    angle = (torch.tanh(Angles) * math.pi * DT.transpose(1, 2)[..., None]).cumsum(1)
+
+    def rotated(x):
+        x0, x1 = x.unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.stack((x0 * angle.cos() - x1 * angle.sin(), x0 * angle.sin() + x1 * angle.cos()), -1).flatten(-2)
+
+    gamma = DT * torch.sigmoid(Trap)
+    scale = gamma + F.pad((DT * torch.sigmoid(-Trap))[..., 1:], (0, 1))
+    decay = ADT.cumsum(-1)
+    decay = (decay[..., :, None] - decay[..., None, :]).tril(-1).exp().tril(-1)
+    weights = torch.einsum("bthn,bshn->bhts", rotated(q), rotated(k)) * decay * scale[:, :, None, :]
+    here = (gamma * torch.einsum("bshn,bshn->bhs", q, k) + D[:, None]).transpose(1, 2)[..., None]
+    return (torch.einsum("bhts,bshp->bthp", weights, V) + here * V) * F.silu(Z)
+
+
+def by_definition(lengths):
+    def function(*leaves):
+        outs, start = [], 0
+        for length in lengths or [leaves[2].shape[1]]:
+            part = slice(start, start + length)
+            cut = [x[..., part] if i in (3, 4, 5) else x[:, part] if i in (0, 1, 2, 8, 10) else x for i, x in enumerate(leaves)]
+            outs.append(definition(*cut))
+            start += length
+        return torch.cat(outs, 1)
+
+    return function
+
+
+def main():
+    siso = release()
+    fixed, released = siso.compute_dqkv, original().compute_dqkv
+    for name, shape, chunk, lengths in CASES:
+        ends = torch.tensor([0, *lengths], device=device).cumsum(0).int() if lengths else None
+
+        def by_kernel(*leaves, chunk=chunk, ends=ends):
+            return siso.mamba3_siso_combined(*leaves, chunk_size=chunk, cu_seqlens=ends)
+
+        tensors, grad = inputs(*shape)
+        found, again = gradients(by_kernel, tensors, grad), gradients(by_kernel, tensors, grad)
+        siso.compute_dqkv = released
+        before = gradients(by_kernel, tensors, grad)
+        siso.compute_dqkv = fixed
+        check("control", f"{name}: a second run is bitwise equal", all(map(torch.equal, found, again)))
+        check(
+            "trigger",
+            f"{name}: all {len(found)} gradients are the release's, bit for bit",
+            all(map(torch.equal, found, before)),
+        )
+        right = gradients(by_definition(lengths), [t.double() for t in tensors], grad.double())
+        errors = {n: ((g.double() - r).norm() / r.norm()).item() for n, g, r in zip(NAMES, found, right, strict=True)}
+        FACTS["metrics"].setdefault("errors", {})[name] = errors
+        for n in OWN:
+            check("trigger", f"{name}: {n} against fp64", error=errors[n], limit=LIMIT)
+    FACTS["claims"] = ["BITWISE_IDENTICAL"]
+    finish()
+
+
+if __name__ == "__main__":
+    main()
