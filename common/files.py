@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and files that only one holds at a time."""
+"""Where files are, files that are whole or not there, and files that only one holds at a time."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ from common.errors import Interrupted, writing
 
 if sys.platform != "win32":
     import fcntl
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKS = ROOT / "packs"
+RESULTS = ROOT / "results"
+CACHE = Path(os.environ.get("REPRODUCER_CACHE") or ROOT / ".cache")
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

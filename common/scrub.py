@@ -1,4 +1,4 @@
-"""Take everything private out of text that will be stored or shown: paths, names of user and host, credentials."""
+"""Text that will be stored or shown: nothing private in it (paths, names of user and host, credentials), and words that stay words."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import os
 import re
 import socket
 import tempfile
+import unicodedata
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote
 
+#: The longest reason or name that is taken from a log, in characters.
+LONGEST = 200
 #: The environment variables a run may see and a receipt may name: settings of compilers and libraries, no credentials.
 ALLOWED_ENV = frozenset(
     [
@@ -153,3 +156,19 @@ def _identities(environ: Mapping[str, str]) -> Iterable[tuple[str, str]]:
         for word in sorted(words, key=len, reverse=True):
             if len(word) >= 2 and word not in common:
                 yield word, mark
+
+
+def plain(text: str, longest: int | None = LONGEST) -> str:
+    """A log's own words, fit to be shown anywhere: on one line, no control or invisible characters, not too long."""
+    text = "".join(c if unicodedata.category(c)[0] != "C" else " " if c in "\t\n" else "" for c in text)
+    return text if longest is None or len(text) <= longest else f"{text[: longest - 1]}…"
+
+
+def md(text: str) -> str:
+    """``text`` for a line or a table's cell of Markdown; whatever could be markup, a mention or a link stands as code."""
+    text = plain(text, None)
+    if re.fullmatch(r"[\w .:,;()+=/%–…→-]*", text) and not re.search(
+        r"://|\bwww\.|\b__|__\b|\bGH-\d|\b[0-9a-f]{7,40}\b|^\s*(?:[-+=]|\d+[.)])\s", text
+    ):
+        return text
+    return f"`{text.replace('`', chr(39)).replace('|', '¦')}`"

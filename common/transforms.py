@@ -8,9 +8,11 @@ releases that move lines:
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from common.errors import AnchorError
 
@@ -57,3 +59,13 @@ def insert_after(name: str, anchor: str, code: str) -> Transform:
 
 def insert_before(name: str, anchor: str, code: str) -> Transform:
     return replace(name, anchor, lambda match: code + match[0])
+
+
+def load_fix(path: Path) -> Fix:
+    """The ``FIX`` of a pack's ``fix.py``."""
+    spec = importlib.util.spec_from_file_location(f"fix_of_{path.parent.name}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    fix: Fix = module.FIX
+    return fix

@@ -2,15 +2,17 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 
 import hypothesis
 import pytest
 from helpers import FACTS, ROOT, make_log
 
-from common import lanes, receipt
-from common.grade import grade
-from common.pack import find
-from common.receipt import Cell
+from common.install import lanes
+from common.packs.pack import find
+from common.store import receipt
+from common.store.cell import Cell
+from common.store.grade import grade
 
 hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("untimed")
@@ -29,20 +31,24 @@ def store():
         hashes = pack.hashes(side, lanes.files("triton-interpreter"), cell.variant)
         if stale:
             hashes["repro.py"] = "0" * 64
-        document = receipt.statement(
-            cell,
+        closing = json.loads(log.splitlines()[-1])["runner"]
+        document = receipt.made(
             grade(log),
-            environment=None,
-            subject={"name": "wheel", "uri": f"pkg:pypi/{pack.package}@{version}", "digest": {"sha256": "0" * 64}},
-            lane="triton-interpreter",
+            subject=receipt.Subject(
+                name="wheel", uri=f"pkg:pypi/{pack.package}@{version}", digest=receipt.Digest(sha256="0" * 64)
+            ),
             hashes=hashes,
+            runner="0",
+            **asdict(cell),
+            lane="triton-interpreter",
             command=["python", "<pack>/repro.py"],
-            closing=json.loads(log.splitlines()[-1])["runner"],
+            **{name: closing[name] for name in ("exit", "signal", "stopped", "seconds", "peak_rss")},
             started="2026-11-21T00:00:00Z",
-            log_name=name,
-            log_sha256=sha256,
+            log=receipt.Log(name=name, sha256=sha256, cut=closing["cut"]),
             patch=None,
-            settings={},
+            environment=receipt.Surroundings(
+                python="3.11", platform="x", torch=None, triton=None, cuda=None, gpus=[], settings={}, distributions=[]
+            ),
         )
         return receipt.write(results, cell, log, document, machine=machine)
 

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from common import lanes, releases, runner, sources
+from common import files
 from common.errors import UserError
+from common.install import lanes, releases, sources
+from common.run import runner
+from common.store import receipt
 
 ROOT = Path(__file__).parent.parent
 FACTS = {
@@ -26,6 +29,15 @@ FACTS = {
 }
 
 
+def raw(path):
+    """A receipt as the JSON that it is, for tests that edit it."""
+    return json.loads(Path(path).read_text())
+
+
+def facts_of(row):
+    return receipt.read(row.receipt).facts
+
+
 def make_log(facts=FACTS, *, sentinel="BUG_REPRODUCED", exit=10, body=None, side="unpatched", **closing):
     """A stored log as the runner writes it; the default one is a sound REPRODUCED."""
     opening = {"pack": "pack09", "dist": "toy", "version": "1.0", "side": side, "lane": "triton-interpreter", "arguments": []}
@@ -37,18 +49,18 @@ def make_log(facts=FACTS, *, sentinel="BUG_REPRODUCED", exit=10, body=None, side
 
 def installed(pack, version):
     """The environment of one release, as the runner makes it."""
-    release = next(r for r in releases.of(pack, runner.CACHE)[0] if r.version == version)
-    return runner.installed(pack, release, runner.CACHE)
+    release = next(r for r in releases.of(pack, files.CACHE)[0] if r.version == version)
+    return runner.installed(pack, release, files.CACHE)
 
 
 def made_of_commit(pack, variant):
     """The environment of a variant's commit: from a clone at $UPSTREAM_CLONE, or fetched; skips the test where neither has it."""
     clone = os.environ.get("UPSTREAM_CLONE")
     try:
-        wheel = sources.wheel(pack, variant, Path(clone) if clone else None, runner.CACHE)
+        wheel = sources.wheel(pack, variant, Path(clone) if clone else None, files.CACHE)
     except UserError as error:
         pytest.skip(f"{error} For this test: UPSTREAM_CLONE=DIR")
-    return runner.installed(pack, releases.Release(version="0", file="", sha256=""), runner.CACHE, wheel)
+    return runner.installed(pack, releases.Release(version="0", file="", sha256=""), files.CACHE, wheel)
 
 
 def run_script(pack, there, fixed, side, lane, *arguments, script=None):

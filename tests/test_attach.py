@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from common import attach, history
 from common.errors import UserError
-from common.pack import find
+from common.packs.pack import find
+from common.publish import attach
+from common.store import history
 
 MARKDOWN = MarkdownIt("gfm-like", {"linkify": False})
 PACK = find("pack09")

@@ -5,8 +5,8 @@ import json
 import pytest
 from helpers import ROOT
 
-from common import audit, receipt
 from common.errors import UserError
+from common.store import audit, receipt
 
 
 @pytest.fixture

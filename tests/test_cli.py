@@ -8,9 +8,9 @@ import sys
 import time
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, raw
 
-from common import receipt
+from common.store import receipt
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def test_the_self_test_gives_each_verdict_for_its_reason(cli, cache, tmp_path):
     assert "Every verdict is what the pack expects" in done.stdout
     outcomes = {}
     for path in (tmp_path / "results").rglob("reproducer-toy-*.json"):
-        facts = receipt.read(path)["predicate"]["reproducer"]
+        facts = raw(path)["predicate"]["reproducer"]
         outcomes[facts["version"], facts["side"]] = facts["outcome"]
     assert outcomes["1.0", "unpatched"] == "REPRODUCED"
     assert outcomes["1.0", "patched"] == "ABSENT"
@@ -203,7 +203,7 @@ def test_a_wheel_at_hand_needs_no_index(cli, cache, tmp_path):
         env=env,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    stored = {p.name: receipt.read(p) for p in (tmp_path / "results").rglob("reproducer-toy*.json")}
+    stored = {p.name: raw(p) for p in (tmp_path / "results").rglob("reproducer-toy*.json")}
     assert len(stored) == 4
     sides = [stored[f"reproducer-toy-2.0.{side}.json"]["subject"] for side in ("unpatched", "patched")]
     assert sides[0] == sides[1], "a side with nothing to patch is about the same file"
@@ -234,6 +234,6 @@ def test_an_installed_release_is_named_by_its_record(cli, cache, tmp_path):
         archive.extractall(tmp_path / "site")
     done = cli("run", "pack00", "--release-path", tmp_path / "site", cache=cache)
     assert done.returncode == 0, done.stdout + done.stderr
-    document = receipt.read(next((tmp_path / "results").rglob("*1.0.patched.json")))
+    document = raw(next((tmp_path / "results").rglob("*1.0.patched.json")))
     assert set(document["subject"][0]["digest"]) == {"record_sha256"}
     assert document["predicate"]["reproducer"]["patch"]["sha256"]

@@ -10,8 +10,8 @@ import pytest
 from helpers import ROOT
 from markdown_it import MarkdownIt
 
-from common import tables
-from common.pack import all_packs, find
+from common.packs.pack import all_packs, find
+from common.publish import tables
 
 COMMANDS = ("run", "regress", "watch", "pins", "site", "attach", "new-pack", "tables", "regrade", "verify", "bench")
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("packs/*/README.md"))]
@@ -52,7 +52,7 @@ def test_every_option_that_is_named_is_there():
     known = set(
         re.findall(
             r"--[a-z][a-z-]+",
-            "".join(help_of(word) for word in COMMANDS) + help_of(module="common.fatbin"),
+            "".join(help_of(word) for word in COMMANDS) + help_of(module="common.dev.fatbin"),
         )
     )
     known |= {"--shape", "--dtype", "--target", "--no-deps", "--no-index", "--package", "--shapes"}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.fatbin import MACHINE_CODE, MAGIC, PTX, cut
+from common.dev.fatbin import MACHINE_CODE, MAGIC, PTX, cut
 
 ENTRIES = st.lists(
     st.tuples(st.sampled_from([PTX, MACHINE_CODE]), st.sampled_from([75, 80, 90, 100]), st.binary(min_size=1, max_size=40))
@@ -37,7 +37,7 @@ def test_what_is_not_of_its_form_is_said(tmp_path):
     assert cut(MAGIC + b"by chance", 90) == (MAGIC + b"by chance", 0)
     (tmp_path / "plain").write_bytes(b"no GPU code")
     for library in ("plain", "missing"):
-        command = [sys.executable, "-m", "common.fatbin", str(tmp_path / library), str(tmp_path / "out")]
+        command = [sys.executable, "-m", "common.dev.fatbin", str(tmp_path / library), str(tmp_path / "out")]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 2
         assert library in done.stderr

@@ -7,7 +7,7 @@ from helpers import FACTS, make_log
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.grade import EXIT, grade
+from common.store.grade import EXIT, grade
 
 FIXED = {
     **FACTS,

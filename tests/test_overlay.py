@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.errors import AnchorError, UserError
-from common.integrity import distribution
-from common.overlay import apply_fix, apply_patch, diff, drop
+from common.install.integrity import distribution
+from common.run.overlay import apply_fix, apply_patch, diff, drop
 from common.transforms import insert_after, insert_before, replace
 
 SOURCE = "def total(xs):\n    return xs[0] * len(xs)\n"

@@ -3,8 +3,10 @@
 import pytest
 from helpers import installed, run_script
 
-from common import history, overlay, runner
-from common.pack import find
+from common import files, transforms
+from common.packs.pack import find
+from common.run import overlay
+from common.store import history
 
 PACK = find("pack01")
 
@@ -21,7 +23,7 @@ def run(there, fixed, side):
 
 @pytest.mark.network
 def test_breaking_the_trigger_turns_the_unpatched_side_red(tmp_path, there):
-    overlay.apply_fix(overlay.load_fix(PACK.fix), there.site, tmp_path / "fixed")
+    overlay.apply_fix(transforms.load_fix(PACK.fix), there.site, tmp_path / "fixed")
     last, _, said = run(there, tmp_path / "fixed", "unpatched")
     assert last == "BUG_ABSENT", said
     assert PACK.expectation(there.version).verdict == "REPRODUCED", "so the run would be red"
@@ -38,7 +40,7 @@ def test_breaking_the_trigger_turns_the_unpatched_side_red(tmp_path, there):
     ],
 )
 def test_without_a_transform_its_lines_are_found_again(tmp_path, there, dropped, helper, lines):
-    overlay.apply_fix(overlay.drop(overlay.load_fix(PACK.fix), dropped), there.site, tmp_path / "fixed")
+    overlay.apply_fix(overlay.drop(transforms.load_fix(PACK.fix), dropped), there.site, tmp_path / "fixed")
     last, waits, said = run(there, tmp_path / "fixed", "patched")
     assert last == "BUG_REPRODUCED", said
     assert {name: len(found) for name, found in waits.items() if found} == {helper: lines}
@@ -46,7 +48,7 @@ def test_without_a_transform_its_lines_are_found_again(tmp_path, there, dropped,
 
 @pytest.mark.network
 def test_wrong_rows_are_seen(tmp_path, there):
-    overlay.apply_fix(overlay.load_fix(PACK.fix), there.site, tmp_path / "fixed")
+    overlay.apply_fix(transforms.load_fix(PACK.fix), there.site, tmp_path / "fixed")
     file = next((tmp_path / "fixed").rglob("dsa_layout.py"))
     right = "(output_size - segment_lens.sum())"
     assert file.read_text().count(right) == 1
@@ -57,7 +59,7 @@ def test_wrong_rows_are_seen(tmp_path, there):
 
 
 def test_the_receipts_are_what_the_readme_says():
-    runs = {(s.version.split(".tree")[0], s.side, s.machine): s for s in history.load(runner.RESULTS, [PACK]).runs}
+    runs = {(s.version.split(".tree")[0], s.side, s.machine): s for s in history.load(files.RESULTS, [PACK]).runs}
     readme = (PACK.folder / "README.md").read_text()
     two = ("build_packed_allgather_cp_local_positions", "generate_varlen_mask_params")
     rows = {"0.19.2": "| 0.19.0, ", "0+git.da482cf5c8": "| commit da482cf5c8", "0+git.d1cab16a01": "| commit d1cab16a01"}
@@ -65,7 +67,7 @@ def test_the_receipts_are_what_the_readme_says():
         seen, fixed = (runs[version, side, "linux-x86_64-cpu"] for side in ("unpatched", "patched"))
         assert not seen.stale
         assert fixed.outcome == "ABSENT"
-        waits = seen.document()["predicate"]["reproducer"]["metrics"]["waits"]
+        waits = seen.document().facts.metrics["waits"]
         counts = [len(waits[name]) for name in two] + [sum(len(found) for name, found in waits.items() if name not in two)]
         row = next(line for line in readme.splitlines() if line.startswith(start))
         assert [cell.strip() for cell in row.split("|")[2:5]] == [str(n) for n in counts]
@@ -75,7 +77,7 @@ def test_the_receipts_are_what_the_readme_says():
         seen, fixed = (runs[version, side, "linux-x86_64-nvidia-h200"] for side in ("unpatched", "patched"))
         assert not seen.stale
         assert fixed.outcome == "ABSENT"
-        waits = seen.document()["predicate"]["reproducer"]["metrics"]["waits"]
-        found = runs[version, "unpatched", "linux-x86_64-cpu"].document()["predicate"]["reproducer"]["metrics"]["waits"]
+        waits = seen.document().facts.metrics["waits"]
+        found = runs[version, "unpatched", "linux-x86_64-cpu"].document().facts.metrics["waits"]
         assert sum(map(bool, waits.values())) == refused
         assert {name for name, why in waits.items() if why} == {name for name, lines in found.items() if lines}

@@ -3,8 +3,10 @@
 import pytest
 from helpers import installed, run_script
 
-from common import history, overlay, runner
-from common.pack import find
+from common import files, transforms
+from common.packs.pack import find
+from common.run import overlay
+from common.store import history
 
 PACK = find("pack02")
 
@@ -21,7 +23,7 @@ def run(there, fixed, side):
 
 @pytest.mark.network
 def test_breaking_the_trigger_turns_the_unpatched_side_red(tmp_path, there):
-    overlay.apply_fix(overlay.load_fix(PACK.fix), there.site, tmp_path / "fixed")
+    overlay.apply_fix(transforms.load_fix(PACK.fix), there.site, tmp_path / "fixed")
     last, said = run(there, tmp_path / "fixed", "unpatched")
     assert last == "BUG_ABSENT", said
     assert PACK.expectation(there.version).verdict == "REPRODUCED", "so the run would be red"
@@ -41,18 +43,18 @@ def test_breaking_the_trigger_turns_the_unpatched_side_red(tmp_path, there):
     ],
 )
 def test_without_a_transform_the_patched_side_is_red(tmp_path, there, dropped, said):
-    overlay.apply_fix(overlay.drop(overlay.load_fix(PACK.fix), dropped), there.site, tmp_path / "fixed")
+    overlay.apply_fix(overlay.drop(transforms.load_fix(PACK.fix), dropped), there.site, tmp_path / "fixed")
     last, everything = run(there, tmp_path / "fixed", "patched")
     assert last != "FIX_VALIDATED", everything
     assert said in everything
 
 
 def metrics(seen):
-    return seen.document()["predicate"]["reproducer"]["metrics"]
+    return seen.document().facts.metrics
 
 
 def test_the_receipts_are_what_the_readme_says():
-    runs = {(s.side, s.machine): s for s in history.load(runner.RESULTS, [PACK]).runs if s.version == "0.19.2"}
+    runs = {(s.side, s.machine): s for s in history.load(files.RESULTS, [PACK]).runs if s.version == "0.19.2"}
     assert not any(seen.stale for seen in runs.values())
     lines = (PACK.folder / "README.md").read_text().splitlines()
     row = {line.split("|")[1].strip(): line for line in lines if line.startswith("|")}

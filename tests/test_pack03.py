@@ -4,8 +4,10 @@ import pytest
 from helpers import installed, run_script
 from packaging.version import Version
 
-from common import history, overlay, runner
-from common.pack import find
+from common import files, transforms
+from common.packs.pack import find
+from common.run import overlay
+from common.store import history
 
 PACK = find("pack03")
 FUNCTIONS = """\
@@ -40,7 +42,7 @@ def run(there, fixed, side):
 
 @pytest.mark.network
 def test_breaking_the_trigger_turns_the_unpatched_side_red(tmp_path, release):
-    overlay.apply_fix(overlay.load_fix(PACK.fix), release.site, tmp_path / "fixed")
+    overlay.apply_fix(transforms.load_fix(PACK.fix), release.site, tmp_path / "fixed")
     last, calls, said = run(release, tmp_path / "fixed", "unpatched")
     assert last == "BUG_ABSENT", said
     assert calls["B=2, FP8, dispatched"]["launched"][0]["tensors"] == ["float8_e4m3fn"] * 2
@@ -49,7 +51,7 @@ def test_breaking_the_trigger_turns_the_unpatched_side_red(tmp_path, release):
 @pytest.mark.network
 @pytest.mark.parametrize(("dropped", "last"), [("apply", "BUG_REPRODUCED"), ("route", "CHANGED: B=1: FP8 data")])
 def test_without_a_transform_the_patched_side_is_red(tmp_path, release, dropped, last):
-    overlay.apply_fix(overlay.drop(overlay.load_fix(PACK.fix), dropped), release.site, tmp_path / "fixed")
+    overlay.apply_fix(overlay.drop(transforms.load_fix(PACK.fix), dropped), release.site, tmp_path / "fixed")
     found, calls, said = run(release, tmp_path / "fixed", "patched")
     assert found.startswith(last), said
     lost = "SparseMLA" if dropped == "apply" else "dispatched"
@@ -78,24 +80,24 @@ def test_the_audit_says_what_a_function_does(tmp_path, cli, release, name, code,
         assert line in said
     if name in ("pointer", "routed"):
         done = cli(
-            "run", "pack03", "--audit", f"mine:{name}", env={"REPRODUCER_CWD": str(tmp_path)}, cache=runner.CACHE, results=False
+            "run", "pack03", "--audit", f"mine:{name}", env={"REPRODUCER_CWD": str(tmp_path)}, cache=files.CACHE, results=False
         )
         assert done.returncode == (1 if code else 0)
         assert lines[-1] in done.stdout
 
 
 def test_an_audit_is_for_one_release(cli):
-    done = cli("run", "pack03", "--releases", "all", "--audit", "mine:f", cache=runner.CACHE, results=False)
+    done = cli("run", "pack03", "--releases", "all", "--audit", "mine:f", cache=files.CACHE, results=False)
     assert done.returncode == 2
     assert "one release" in done.stderr
 
 
 def test_the_receipts_are_what_the_readme_says():
-    runs = history.load(runner.RESULTS, [PACK]).runs
+    runs = history.load(files.RESULTS, [PACK]).runs
     readme = (PACK.folder / "README.md").read_text().splitlines()
 
     def metrics(seen):
-        return seen.document()["predicate"]["reproducer"]["metrics"]
+        return seen.document().facts.metrics
 
     rows = {
         line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:5]] for line in readme if line.count("|") == 5
@@ -107,7 +109,7 @@ def test_the_receipts_are_what_the_readme_says():
             for name, what in metrics(seen)["contract"].items():
                 if name in rows and seen.machine == "linux-x86_64-cpu":
                     assert str(what).startswith(rows[name][column]), (seen.version, name)
-    kernels = next(metrics(s)["kernels"] for s in runs if s.variant == "fp8" and s.side == "patched")
+    kernels = next(metrics(s)["kernels"] for s in runs if s.cell.variant == "fp8" and s.side == "patched")
     for name in ("bf16", "fp8"):
         cells = [
             cell.strip().replace(",", "")
@@ -162,7 +164,7 @@ def test_storages_which_are_no_tensors_are_routed_too(tmp_path, release):
     script = tmp_path / "storages.py"
     script.write_text(STORAGES)
     (tmp_path / "none").mkdir()
-    overlay.apply_fix(overlay.load_fix(PACK.fix), release.site, tmp_path / "fixed")
+    overlay.apply_fix(transforms.load_fix(PACK.fix), release.site, tmp_path / "fixed")
     assert run_script(PACK, release, tmp_path / "none", "unpatched", "te-cpu", script=script)[0] == "RAISES"
     last, facts, said = run_script(PACK, release, tmp_path / "fixed", "patched", "te-cpu", script=script)
     assert last == "FINE", said
@@ -171,6 +173,6 @@ def test_storages_which_are_no_tensors_are_routed_too(tmp_path, release):
 
 @pytest.mark.network
 def test_an_audit_takes_the_release_of_a_folder(cli, release):
-    done = cli("run", "pack03", "--release-path", release.site, "--audit", "mine:f", cache=runner.CACHE, results=False)
+    done = cli("run", "pack03", "--release-path", release.site, "--audit", "mine:f", cache=files.CACHE, results=False)
     assert "transformer-engine 2.20.2, lane" in done.stdout
     assert "--releases" not in done.stderr

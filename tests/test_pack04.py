@@ -5,9 +5,14 @@ import os
 import subprocess
 
 import pytest
+from helpers import raw
 
-from common import history, lanes, overlay, receipt, releases, runner
-from common.pack import find
+from common import files, transforms
+from common.install import lanes, releases
+from common.packs.pack import find
+from common.run import overlay, runner
+from common.run.plan import Plan
+from common.store import history
 
 PACK = find("pack04")
 CODEGEN = {"lane": "triton-codegen", "variant": "codegen", "arguments": PACK.variants["codegen"].arguments}
@@ -15,11 +20,11 @@ CODEGEN = {"lane": "triton-codegen", "variant": "codegen", "arguments": PACK.var
 
 @pytest.fixture(scope="module")
 def release():
-    return next(r for r in releases.releases(PACK.package, runner.CACHE)[0] if r.version == "2.3.2.post1")
+    return next(r for r in releases.releases(PACK.package, files.CACHE)[0] if r.version == "2.3.2.post1")
 
 
 def run(tmp_path, release, **changes):
-    return runner.run_release(runner.Plan(pack=PACK, results=tmp_path, machine="here", **{**CODEGEN, **changes}), release)
+    return runner.run_release(Plan(pack=PACK, results=tmp_path, machine="here", **{**CODEGEN, **changes}), release)
 
 
 @pytest.mark.network
@@ -30,17 +35,17 @@ def test_without_a_transform_the_patched_side_is_red(tmp_path, release, dropped)
     assert not patched.as_expected
     if dropped != "keep":
         assert patched.verdict.outcome == "REPRODUCED"
-        assert receipt.read(patched.receipt)["predicate"]["reproducer"]["metrics"]["products"] == 2
+        assert raw(patched.receipt)["predicate"]["reproducer"]["metrics"]["products"] == 2
 
 
 @pytest.fixture(scope="module")
 def there(release):
-    return runner.installed(PACK, release, runner.CACHE)
+    return runner.installed(PACK, release, files.CACHE)
 
 
 @pytest.mark.network
 def test_a_release_that_writes_it_once_turns_the_unpatched_side_red(tmp_path, there):
-    overlay.apply_fix(overlay.load_fix(PACK.fix), there.site, tmp_path / "fixed")
+    overlay.apply_fix(transforms.load_fix(PACK.fix), there.site, tmp_path / "fixed")
     command = [*lanes.command(there.python, "triton-codegen", PACK.script), "--codegen"]
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "fixed"), "REPRODUCER_SIDE": "unpatched"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
@@ -50,15 +55,14 @@ def test_a_release_that_writes_it_once_turns_the_unpatched_side_red(tmp_path, th
 
 
 def test_the_receipts_are_what_the_readme_says():
-    stored = history.load(runner.RESULTS, [PACK])
-    runs = {(s.side, s.variant, s.machine): s for s in stored.runs if s.version == "2.3.2.post1"}
+    stored = history.load(files.RESULTS, [PACK])
+    runs = {(s.side, s.cell.variant, s.machine): s for s in stored.runs if s.version == "2.3.2.post1"}
     for seen in runs.values():
         if seen.machine == "linux-x86_64-cpu":
             assert not seen.stale, seen.path
     for version in ("3.5.0", "3.5.1", "3.6.0", "3.7.0", "3.8.0", "3.9.0"):
         sides = [
-            runs[side, f"triton-{version}", "linux-x86_64-cpu"].document()["predicate"]["reproducer"]["metrics"]
-            for side in ("unpatched", "patched")
+            runs[side, f"triton-{version}", "linux-x86_64-cpu"].document().facts.metrics for side in ("unpatched", "patched")
         ]
         assert [m["triton"] for m in sides] == [version, version]
         assert [m["compiled"]["products"]["as written"] for m in sides] == [3, 1]

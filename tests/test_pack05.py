@@ -7,8 +7,10 @@ import subprocess
 import pytest
 from helpers import installed, run_script
 
-from common import history, overlay, runner
-from common.pack import find
+from common import files, transforms
+from common.packs.pack import find
+from common.run import overlay
+from common.store import history
 
 PACK = find("pack05")
 
@@ -39,7 +41,7 @@ def run(there, script, fixed, side):
 
 @pytest.mark.network
 def test_breaking_the_trigger_turns_the_unpatched_side_red(tmp_path, there, script):
-    overlay.apply_fix(overlay.load_fix(PACK.fix), there.site, tmp_path / "fixed")
+    overlay.apply_fix(transforms.load_fix(PACK.fix), there.site, tmp_path / "fixed")
     last, _facts, said = run(there, script, tmp_path / "fixed", "unpatched")
     assert last == "BUG_ABSENT", said
     assert PACK.expectation(there.version).verdict == "REPRODUCED", "so the run would be red"
@@ -48,7 +50,7 @@ def test_breaking_the_trigger_turns_the_unpatched_side_red(tmp_path, there, scri
 @pytest.mark.network
 @pytest.mark.parametrize("name", ["dense", "varlen"])
 def test_without_a_transform_the_patched_side_is_red(tmp_path, there, script, name):
-    overlay.apply_fix(overlay.drop(overlay.load_fix(PACK.fix), name), there.site, tmp_path / "fixed")
+    overlay.apply_fix(overlay.drop(transforms.load_fix(PACK.fix), name), there.site, tmp_path / "fixed")
     last, facts, said = run(there, script, tmp_path / "fixed", "patched")
     assert last == "BUG_REPRODUCED", said
     holds = {c["name"].split()[0]: c["holds"] for c in facts["comparisons"] if c["role"] == "trigger"}
@@ -58,7 +60,7 @@ def test_without_a_transform_the_patched_side_is_red(tmp_path, there, script, na
 @pytest.mark.network
 def test_a_wrong_reduction_is_seen(tmp_path, there, script):
     """It raises nothing: the heads of a group taken as interleaved, not as neighbours."""
-    overlay.apply_fix(overlay.load_fix(PACK.fix), there.site, tmp_path / "fixed")
+    overlay.apply_fix(transforms.load_fix(PACK.fix), there.site, tmp_path / "fixed")
     file = tmp_path / "fixed/mamba_ssm/ops/tilelang/mamba3/mamba3_mimo_bwd.py"
     right, wrong = "unflatten(3, (G, H // G)).sum(dim=4)", "unflatten(3, (H // G, G)).sum(dim=3)"
     assert file.read_text().count(right) == 2
@@ -68,19 +70,21 @@ def test_a_wrong_reduction_is_seen(tmp_path, there, script):
 
 
 def test_the_receipts_are_what_the_readme_says():
-    runs = {(s.side, s.variant, s.machine): s for s in history.load(runner.RESULTS, [PACK]).runs if s.version == "2.3.2.post1"}
+    runs = {
+        (s.side, s.cell.variant, s.machine): s for s in history.load(files.RESULTS, [PACK]).runs if s.version == "2.3.2.post1"
+    }
     cpu = runs["patched", "", "linux-x86_64-cpu"]
     gpu = runs["patched", "measure", "linux-x86_64-nvidia-h200"]
     readme = (PACK.folder / "README.md").read_text()
     for seen, heads, label in ((cpu, 16, "C backend, fp32, H=16"), (gpu, 128, "H200, bf16, H=128, R=4 N=128 P=64")):
         assert not seen.stale, seen.path
         assert seen.outcome == "ABSENT"
-        errors = seen.document()["predicate"]["reproducer"]["metrics"]["errors"]
+        errors = seen.document().facts.metrics["errors"]
         for kind in ("dense", "varlen"):
             row = next(line for line in readme.splitlines() if line.startswith(f"| {label}, {kind}"))
             worst = [max(errors[f"{kind} G={g} H={heads}"].values()) for g in (1, 2, 8, heads)]
             assert [f"{w:.1e}" for w in worst] == [cell.strip() for cell in row.split("|")[2:6]]
-    metrics = gpu.document()["predicate"]["reproducer"]["metrics"]
+    metrics = gpu.document().facts.metrics
     for found in metrics["measured"]:
         row = next(line for line in readme.splitlines() if line.startswith(f"| G={found['shape']['G']} H="))
         for name in ("forward", "backward"):

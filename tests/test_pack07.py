@@ -3,8 +3,10 @@
 import pytest
 from helpers import installed, run_script
 
-from common import history, overlay, runner
-from common.pack import find
+from common import files, transforms
+from common.packs.pack import find
+from common.run import overlay
+from common.store import history
 
 PACK = find("pack07")
 FIRST = ["--kernels", "first"]
@@ -22,7 +24,7 @@ def run(there, fixed, side, *arguments):
 
 @pytest.mark.network
 def test_breaking_the_trigger_turns_the_unpatched_side_red(tmp_path, there):
-    overlay.apply_fix(overlay.load_fix(PACK.fix), there.site, tmp_path / "fixed")
+    overlay.apply_fix(transforms.load_fix(PACK.fix), there.site, tmp_path / "fixed")
     last, said = run(there, tmp_path / "fixed", "unpatched", *FIRST)
     assert last == "BUG_ABSENT", said
     assert PACK.expectation(there.version).verdict == "REPRODUCED", "so the run would be red"
@@ -31,17 +33,19 @@ def test_breaking_the_trigger_turns_the_unpatched_side_red(tmp_path, there):
 @pytest.mark.network
 @pytest.mark.parametrize("dropped", ["first-q-tile"])  # a minute each
 def test_without_a_transform_the_patched_side_is_red(tmp_path, there, dropped):
-    overlay.apply_fix(overlay.drop(overlay.load_fix(PACK.fix), dropped), there.site, tmp_path / "fixed")
+    overlay.apply_fix(overlay.drop(transforms.load_fix(PACK.fix), dropped), there.site, tmp_path / "fixed")
     last, said = run(there, tmp_path / "fixed", "patched", *FIRST)
     assert last == "BUG_REPRODUCED" or last.startswith("CHANGED"), said
 
 
 def metrics(seen):
-    return seen.document()["predicate"]["reproducer"]["metrics"]
+    return seen.document().facts.metrics
 
 
 def test_the_receipts_are_what_the_readme_says():
-    runs = {(s.side, s.variant, s.machine): s for s in history.load(runner.RESULTS, [PACK]).runs if s.version == "2.3.2.post1"}
+    runs = {
+        (s.side, s.cell.variant, s.machine): s for s in history.load(files.RESULTS, [PACK]).runs if s.version == "2.3.2.post1"
+    }
     for seen in runs.values():
         assert not seen.stale, seen.path
         assert seen.outcome == ("ABSENT" if seen.side == "patched" else "REPRODUCED"), seen.path

@@ -7,10 +7,15 @@ import subprocess
 from dataclasses import replace
 
 import pytest
+from helpers import raw
 from packaging.version import Version
 
-from common import lanes, receipt, releases, runner
-from common.pack import find, load
+from common import files
+from common.install import lanes, releases
+from common.packs.pack import find, load
+from common.run import runner
+from common.run.plan import Plan
+from common.store import receipt
 
 pytestmark = pytest.mark.network
 PACK = find("pack09")
@@ -18,17 +23,17 @@ PACK = find("pack09")
 
 @pytest.fixture(scope="module")
 def known():
-    return {r.version: r for r in releases.releases(PACK.package, runner.CACHE)[0]}
+    return {r.version: r for r in releases.releases(PACK.package, files.CACHE)[0]}
 
 
 def run(tmp_path, known, version, **changes):
     pack = changes.pop("pack", PACK)
-    plan = runner.Plan(pack=pack, lane="triton-interpreter", results=tmp_path, machine="here", **changes)
+    plan = Plan(pack=pack, lane="triton-interpreter", results=tmp_path, machine="here", **changes)
     return runner.run_release(plan, known[version])
 
 
 def facts(row):
-    return receipt.read(row.receipt)["predicate"]["reproducer"]
+    return raw(row.receipt)["predicate"]["reproducer"]
 
 
 def test_the_last_wrong_release_and_the_first_right_one(tmp_path, known):
@@ -40,7 +45,7 @@ def test_the_last_wrong_release_and_the_first_right_one(tmp_path, known):
     right = run(tmp_path, known, "0.8.2")
     assert [row.verdict.outcome for row in right] == ["ABSENT", "NOTHING_TO_PATCH"]
     # The subject of a receipt is the very file that the index publishes.
-    assert receipt.read(right[0].receipt)["subject"][0]["digest"] == {"sha256": known["0.8.2"].sha256}
+    assert raw(right[0].receipt)["subject"][0]["digest"] == {"sha256": known["0.8.2"].sha256}
 
 
 @pytest.mark.parametrize("version", ["0.5.4", "0.7.0"])
@@ -103,12 +108,12 @@ def test_expected_holds_every_release_on_the_index_just_once(known):
 def test_receipts_of_every_release_are_stored_and_show_what_is_expected(known):
     """Recording is not approval: what was seen is compared here with what the pack holds."""
     seen = {"triton-interpreter": {}, "device": {}}
-    for path in receipt.stored(runner.RESULTS, PACK.name):
-        document = receipt.read(path)
+    for path in receipt.stored(files.RESULTS, PACK.name):
+        document = raw(path)
         found = document["predicate"]["reproducer"]
         # Whoever changes the script can run the interpreter; a device receipt may wait for somebody with a GPU, shown as stale.
         if found["lane"] == "triton-interpreter":
-            assert receipt.hashes(document) == PACK.hashes(found["side"], lanes.files(found["lane"]), found["variant"]), (
+            assert receipt.read(path).hashes == PACK.hashes(found["side"], lanes.files(found["lane"]), found["variant"]), (
                 f"{path} is stale"
             )
         if found["version"] in known and document["subject"][0]["digest"].get("sha256"):
@@ -128,7 +133,7 @@ def test_receipts_of_every_release_are_stored_and_show_what_is_expected(known):
 def test_the_script_runs_alone_anywhere(tmp_path, known):
     import uv
 
-    from common.environment import _uv_settings
+    from common.install.environment import _uv_settings
 
     script = tmp_path / "anywhere" / "repro.py"
     script.parent.mkdir()
@@ -143,7 +148,7 @@ def test_the_script_runs_alone_anywhere(tmp_path, known):
 
 def test_a_wheel_that_the_index_did_not_publish_is_refused(tmp_path, known):
     other = replace(known["0.6.5"], sha256="0" * 64)
-    plan = runner.Plan(pack=PACK, lane="triton-interpreter", results=tmp_path, machine="here")
+    plan = Plan(pack=PACK, lane="triton-interpreter", results=tmp_path, machine="here")
     rows = runner.run_release(plan, other)
     assert rows[0].verdict.outcome == "INFRA"
     assert rows[0].receipt is None

@@ -3,8 +3,10 @@
 import pytest
 from helpers import installed, made_of_commit, run_script
 
-from common import history, overlay, runner
-from common.pack import find
+from common import files, transforms
+from common.packs.pack import find
+from common.run import overlay
+from common.store import history
 
 PACK = find("pack10")
 VARIANT = "d48bd6be0a"
@@ -21,7 +23,7 @@ def run(there, fixed, side):
 
 @pytest.mark.network
 def test_breaking_the_trigger_turns_the_unpatched_side_red(tmp_path, there):
-    overlay.apply_fix(overlay.load_fix(PACK.fix), there.site, tmp_path / "fixed")
+    overlay.apply_fix(transforms.load_fix(PACK.fix), there.site, tmp_path / "fixed")
     last, _, said = run(there, tmp_path / "fixed", "unpatched")
     assert last == "BUG_ABSENT", said
     assert PACK.variants[VARIANT].verdict == "REPRODUCED", "so the run would be red"
@@ -30,7 +32,7 @@ def test_breaking_the_trigger_turns_the_unpatched_side_red(tmp_path, there):
 @pytest.mark.network
 @pytest.mark.parametrize("dropped", ["choice", "forward_dp_epilogue-start", "forward_tp_epilogue_original-mask"])
 def test_without_a_transform_it_is_red(tmp_path, there, dropped):
-    overlay.apply_fix(overlay.drop(overlay.load_fix(PACK.fix), dropped), there.site, tmp_path / "fixed")
+    overlay.apply_fix(overlay.drop(transforms.load_fix(PACK.fix), dropped), there.site, tmp_path / "fixed")
     last, facts, said = run(there, tmp_path / "fixed", "unpatched")
     assert last == "BUG_REPRODUCED", said
     broken = {
@@ -42,7 +44,7 @@ def test_without_a_transform_it_is_red(tmp_path, there, dropped):
 
 @pytest.mark.network
 def test_a_wrong_fallback_is_seen(tmp_path, there):
-    overlay.apply_fix(overlay.load_fix(PACK.fix), there.site, tmp_path / "fixed")
+    overlay.apply_fix(transforms.load_fix(PACK.fix), there.site, tmp_path / "fixed")
     file = next((tmp_path / "fixed").rglob("fused_linear_cross_entropy.py"))
     right = "count = valid.sum()"
     assert file.read_text().count(right) == 1
@@ -58,17 +60,17 @@ def test_a_release_does_not_have_it(tmp_path):
 
 
 def test_the_receipts_are_what_the_readme_says():
-    runs = [s for s in history.load(runner.RESULTS, [PACK]).runs if s.variant == VARIANT]
+    runs = [s for s in history.load(files.RESULTS, [PACK]).runs if s.cell.variant == VARIANT]
     bad, good = (next(s for s in runs if s.side == side) for side in ("unpatched", "patched"))
     assert not bad.stale
     assert (bad.outcome, good.outcome) == ("REPRODUCED", "ABSENT")
     readme = (PACK.folder / "README.md").read_text()
-    answers = bad.document()["predicate"]["reproducer"]["metrics"]["answers"]
+    answers = bad.document().facts.metrics["answers"]
     assert {c: a.split(":")[0] for c, a in answers.items()} == {
         c: "AttributeError" if c in ("10.0", "10.3") else "ValueError"
         for c in ("8.0", "8.6", "8.9", "9.0", "10.0", "10.3", "12.0", "12.1")
     }
-    metrics = good.document()["predicate"]["reproducer"]["metrics"]
+    metrics = good.document().facts.metrics
     assert all(answer.endswith("_unfused_forward, 1 warning") for answer in metrics["answers"].values())
     rows = {"one rank": "| one rank |", "one rank, bf16": "| one rank, bf16", "TP=2": "| TP=2 (gloo)", "SP=2": "| TP=2 with"}
     for way, start in rows.items():

@@ -3,8 +3,10 @@
 import pytest
 from helpers import made_of_commit, run_script
 
-from common import history, overlay, runner
-from common.pack import find
+from common import files, transforms
+from common.packs.pack import find
+from common.run import overlay
+from common.store import history
 
 PACK = find("pack11")
 HEAD, LOST = "d48bd6be0a", "a1a73f8449"
@@ -21,7 +23,7 @@ def run(there, fixed, side, script=None):
 
 @pytest.mark.network
 def test_breaking_the_trigger_turns_the_unpatched_side_red(tmp_path, there):
-    overlay.apply_fix(overlay.load_fix(PACK.fix), there.site, tmp_path / "fixed")
+    overlay.apply_fix(transforms.load_fix(PACK.fix), there.site, tmp_path / "fixed")
     last, _, said = run(there, tmp_path / "fixed", "unpatched")
     assert last == "BUG_ABSENT", said
     assert PACK.variants[HEAD].verdict == "REPRODUCED", "so the run would be red"
@@ -31,7 +33,7 @@ def test_breaking_the_trigger_turns_the_unpatched_side_red(tmp_path, there):
 @pytest.mark.parametrize(("commit", "dropped"), [(HEAD, "hybrid-class"), (HEAD, "hybrid-call"), (LOST, "mamba-class")])
 def test_without_a_transform_it_is_red(tmp_path, commit, dropped):
     there = made_of_commit(PACK, commit)
-    overlay.apply_fix(overlay.drop(overlay.load_fix(PACK.fix), dropped), there.site, tmp_path / "fixed")
+    overlay.apply_fix(overlay.drop(transforms.load_fix(PACK.fix), dropped), there.site, tmp_path / "fixed")
     last, facts, said = run(there, tmp_path / "fixed", "patched")
     assert last == "BUG_REPRODUCED", said
     assert facts["metrics"]["linear"]["raises"].startswith("UnboundLocalError" if dropped == "hybrid-call" else "TypeError")
@@ -39,7 +41,7 @@ def test_without_a_transform_it_is_red(tmp_path, commit, dropped):
 
 @pytest.mark.network
 def test_a_loss_that_makes_logits_is_seen(tmp_path, there):
-    overlay.apply_fix(overlay.load_fix(PACK.fix), there.site, tmp_path / "fixed")
+    overlay.apply_fix(transforms.load_fix(PACK.fix), there.site, tmp_path / "fixed")
     file = next((tmp_path / "fixed").rglob("fused_linear_cross_entropy.py"))
     right = "_CHUNK = 4096"
     assert file.read_text().count(right) == 1
@@ -50,7 +52,7 @@ def test_a_loss_that_makes_logits_is_seen(tmp_path, there):
 
 @pytest.mark.network
 def test_the_factor_of_mup_is_applied(tmp_path, there):
-    overlay.apply_fix(overlay.load_fix(PACK.fix), there.site, tmp_path / "fixed")
+    overlay.apply_fix(transforms.load_fix(PACK.fix), there.site, tmp_path / "fixed")
     script = PACK.script.read_text()
     for old, new in (
         ("num_layers=1,", "num_layers=1, use_mup=True, mup_output_mult=0.5,"),
@@ -66,15 +68,15 @@ def test_the_factor_of_mup_is_applied(tmp_path, there):
 
 
 def test_the_receipts_are_what_the_readme_says():
-    runs = {(s.variant, s.side): s for s in history.load(runner.RESULTS, [PACK]).runs if s.variant}
+    runs = {(s.cell.variant, s.side): s for s in history.load(files.RESULTS, [PACK]).runs if s.cell.variant}
     assert not any(seen.stale for seen in runs.values())
     raised = {"8a29fd5752": None, LOST: "TypeError", "64d2e0a62c": "UnboundLocalError", HEAD: "UnboundLocalError"}
     for commit, error in raised.items():
-        seen = runs[commit, "unpatched"].document()["predicate"]["reproducer"]["metrics"]["linear"]
+        seen = runs[commit, "unpatched"].document().facts.metrics["linear"]
         assert "call" in seen or seen["raises"].startswith(error)
         assert runs[commit, "unpatched"].outcome == ("REPRODUCED" if error else "ABSENT")
         assert not error or runs[commit, "patched"].outcome == "ABSENT"
-    metrics = runs[HEAD, "patched"].document()["predicate"]["reproducer"]["metrics"]
+    metrics = runs[HEAD, "patched"].document().facts.metrics
     readme = (PACK.folder / "README.md").read_text()
     for impl in ("unfused", "native", "linear"):
         row = next(line for line in readme.splitlines() if line.startswith(f"| {impl}"))

@@ -6,16 +6,20 @@ import runpy
 
 import pytest
 
-from common import history, lanes, releases, runner
-from common.pack import find
+from common import files
+from common.install import lanes, releases
+from common.packs.pack import find
+from common.run import runner
+from common.run.plan import Plan
+from common.store import history
 
 PACK = find("pack13")
 
 
 @pytest.mark.network
 def test_the_last_wrong_release_and_the_first_right_one(tmp_path):
-    known = {r.version: r for r in releases.releases(PACK.package, runner.CACHE)[0]}
-    plan = runner.Plan(pack=PACK, lane="tilelang-codegen", results=tmp_path, machine="here")
+    known = {r.version: r for r in releases.releases(PACK.package, files.CACHE)[0]}
+    plan = Plan(pack=PACK, lane="tilelang-codegen", results=tmp_path, machine="here")
     for version, outcomes in (("0.1.11", ["REPRODUCED", "NOTHING_TO_PATCH"]), ("0.1.12", ["ABSENT", "NOTHING_TO_PATCH"])):
         rows = runner.run_release(plan, known[version])
         assert [row.verdict.outcome for row in rows] == outcomes, rows
@@ -23,15 +27,13 @@ def test_the_last_wrong_release_and_the_first_right_one(tmp_path):
 
 
 def test_every_release_is_stored_with_the_pins_that_it_needs():
-    stored = history.load(runner.RESULTS, [PACK])
+    stored = history.load(files.RESULTS, [PACK])
     runs = {s.version: s for s in stored.of(PACK.name, PACK.package) if s.side == "unpatched"}
     assert len(runs) >= 24
     for version, seen in runs.items():
         assert not seen.stale, version
         assert seen.verdict.meets(PACK.expectation(version).verdict), version
-    ffi = {
-        d["name"]: d["version"] for d in runs["0.1.15"].document()["predicate"]["reproducer"]["environment"]["distributions"]
-    }
+    ffi = {d.name: d.version for d in runs["0.1.15"].document().facts.environment.distributions}
     assert ffi["apache-tvm-ffi"] == "0.1.12"
     assert [(s.first, s.last, s.fixed) for s in history.stretches(runs.values())] == [("0.1.7.post2", "0.1.11", "0.1.12")]
 

@@ -6,8 +6,10 @@ import subprocess
 import pytest
 from helpers import installed, run_script
 
-from common import history, overlay, runner
-from common.pack import find
+from common import files, transforms
+from common.packs.pack import find
+from common.run import overlay
+from common.store import history
 
 PACK = find("pack16")
 
@@ -24,7 +26,7 @@ def run(there, fixed, side, script=None):
 
 @pytest.mark.network
 def test_breaking_the_trigger_turns_the_unpatched_side_red(tmp_path, there):
-    overlay.apply_fix(overlay.load_fix(PACK.fix), there.site, tmp_path / "fixed")
+    overlay.apply_fix(transforms.load_fix(PACK.fix), there.site, tmp_path / "fixed")
     last, _, said = run(there, tmp_path / "fixed", "unpatched")
     assert last == "BUG_ABSENT", said
     assert PACK.expectation(there.version).verdict == "REPRODUCED", "so the run would be red"
@@ -33,7 +35,7 @@ def test_breaking_the_trigger_turns_the_unpatched_side_red(tmp_path, there):
 @pytest.mark.network
 @pytest.mark.parametrize(("dropped", "cast"), [("mark-a", ["A_log"]), ("mark-d", ["D"]), ("bfloat16", ["A_log", "D"])])
 def test_without_a_transform_its_parameters_are_cast(tmp_path, there, dropped, cast):
-    overlay.apply_fix(overlay.drop(overlay.load_fix(PACK.fix), dropped), there.site, tmp_path / "fixed")
+    overlay.apply_fix(overlay.drop(transforms.load_fix(PACK.fix), dropped), there.site, tmp_path / "fixed")
     last, found, said = run(there, tmp_path / "fixed", "patched")
     assert last == "BUG_REPRODUCED", said
     assert found["MambaMixer"] == cast
@@ -42,7 +44,7 @@ def test_without_a_transform_its_parameters_are_cast(tmp_path, there, dropped, c
 
 @pytest.mark.network
 def test_a_fix_that_casts_nothing_is_seen(tmp_path, there):
-    overlay.apply_fix(overlay.load_fix(PACK.fix), there.site, tmp_path / "fixed")
+    overlay.apply_fix(transforms.load_fix(PACK.fix), there.site, tmp_path / "fixed")
     file = next((tmp_path / "fixed").rglob("transformer/module.py"))
     right = "_cast_except_marked(module, torch.bfloat16)"
     assert file.read_text().count(right) == 1
@@ -65,13 +67,13 @@ def test_alone_without_a_gpu_it_says_so(tmp_path, there):
 
 
 def test_the_receipts_are_what_the_readme_says():
-    runs = {(s.version, s.side, s.machine): s for s in history.load(runner.RESULTS, [PACK]).runs if not s.variant}
+    runs = {(s.version, s.side, s.machine): s for s in history.load(files.RESULTS, [PACK]).runs if not s.cell.variant}
     readme = (PACK.folder / "README.md").read_text()
     for machine in ("linux-x86_64-cpu", "linux-x86_64-nvidia-h200"):
         bad, good = (runs["0.19.2", side, machine] for side in ("unpatched", "patched"))
         assert not bad.stale
         assert not good.stale
-        old, new = (seen.document()["predicate"]["reproducer"]["metrics"] for seen in (bad, good))
+        old, new = (seen.document().facts.metrics for seen in (bad, good))
         assert new["cast"] == {}
         row = next(line for line in readme.splitlines() if line.startswith("| 0.8.0"))
         assert all(name in row for names in old["cast"].values() for name in names)

@@ -3,8 +3,10 @@
 import pytest
 from helpers import installed, run_script
 
-from common import history, overlay, runner
-from common.pack import find
+from common import files, transforms
+from common.packs.pack import find
+from common.run import overlay
+from common.store import history
 
 PACK = find("pack22")
 
@@ -17,7 +19,7 @@ def run(there, fixed, side):
 @pytest.mark.network
 def test_breaking_the_trigger_turns_the_unpatched_side_red(tmp_path):
     there = installed(PACK, "2.4.0")
-    overlay.apply_fix(overlay.load_fix(PACK.fix), there.site, tmp_path / "fixed")
+    overlay.apply_fix(transforms.load_fix(PACK.fix), there.site, tmp_path / "fixed")
     last, _, said = run(there, tmp_path / "fixed", "unpatched")
     assert last == "BUG_ABSENT", said
     assert PACK.expectation("2.4.0").verdict == "REPRODUCED", "so the run would be red"
@@ -29,7 +31,7 @@ def test_breaking_the_trigger_turns_the_unpatched_side_red(tmp_path):
 )
 def test_without_a_transform_the_patched_side_is_red(tmp_path, dropped, one, nested):
     there = installed(PACK, "2.20.2")
-    overlay.apply_fix(overlay.drop(overlay.load_fix(PACK.fix), dropped), there.site, tmp_path / "fixed")
+    overlay.apply_fix(overlay.drop(transforms.load_fix(PACK.fix), dropped), there.site, tmp_path / "fixed")
     last, remembered, said = run(there, tmp_path / "fixed", "patched")
     assert last == "BUG_REPRODUCED", said
     assert (remembered["1 function reentrant"], remembered["1 function nested"]) == (one, nested)
@@ -38,7 +40,7 @@ def test_without_a_transform_the_patched_side_is_red(tmp_path, dropped, one, nes
 @pytest.mark.network
 def test_a_scale_that_is_never_updated_is_seen(tmp_path):
     there = installed(PACK, "2.20.2")
-    overlay.apply_fix(overlay.drop(overlay.load_fix(PACK.fix), "exit"), there.site, tmp_path / "fixed")
+    overlay.apply_fix(overlay.drop(transforms.load_fix(PACK.fix), "exit"), there.site, tmp_path / "fixed")
     last, _, said = run(there, tmp_path / "fixed", "patched")  # after the first recomputation nothing is updated
     assert last not in ("FIX_VALIDATED", ""), said
 
@@ -51,12 +53,12 @@ def test_the_last_right_release_and_the_one_before(tmp_path, version, last):
 
 def test_the_receipts_are_what_the_readme_says():
     readme = (PACK.folder / "README.md").read_text()
-    shown = {(s.machine, s.version, s.side): s for s in history.load(runner.RESULTS, [PACK]).runs if s.variant == ""}
+    shown = {(s.machine, s.version, s.side): s for s in history.load(files.RESULTS, [PACK]).runs if s.cell.variant == ""}
 
     def metrics(machine, version):
         for side, outcome in (("unpatched", "REPRODUCED"), ("patched", "ABSENT")):
             assert (shown[machine, version, side].outcome, shown[machine, version, side].stale) == (outcome, False)
-            yield shown[machine, version, side].document()["predicate"]["reproducer"]["metrics"]
+            yield shown[machine, version, side].document().facts.metrics
 
     def cells(start, count):
         line = next(line for line in readme.splitlines() if line.startswith(start))

@@ -6,8 +6,9 @@ import subprocess
 import pytest
 from helpers import installed, run_script
 
-from common import history, runner
-from common.pack import find
+from common import files
+from common.packs.pack import find
+from common.store import history
 
 PACK = find("pack23")
 
@@ -51,7 +52,7 @@ def test_alone_without_a_gpu_it_says_so(tmp_path):
 
 
 def test_the_receipts_are_what_the_readme_says():
-    runs = [s for s in history.load(runner.RESULTS, [PACK]).runs if s.side == "unpatched"]
+    runs = [s for s in history.load(files.RESULTS, [PACK]).runs if s.side == "unpatched"]
     found = {s.version: s for s in runs if s.machine == "linux-x86_64-cpu"}
     assert all(s.word == found[s.version].word for s in runs)
     readme = (PACK.folder / "README.md").read_text()
@@ -64,7 +65,7 @@ def test_the_receipts_are_what_the_readme_says():
     for versions, cells in rows.items():
         for version in versions.split(" – "):
             assert not found[version].stale
-            metrics = found[version].document()["predicate"]["reproducer"]["metrics"]
+            metrics = found[version].document().facts.metrics
             for name, cell in zip(
                 ("training", "FP8 switched on inside the checkpointed function", "eval mode"), cells, strict=True
             ):

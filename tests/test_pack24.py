@@ -3,8 +3,10 @@
 import pytest
 from helpers import installed, run_script
 
-from common import history, overlay, runner
-from common.pack import find
+from common import files, transforms
+from common.packs.pack import find
+from common.run import overlay
+from common.store import history
 
 PACK = find("pack24")
 
@@ -21,7 +23,7 @@ def run(there, fixed, side):
 
 @pytest.mark.network
 def test_breaking_the_trigger_turns_the_unpatched_side_red(tmp_path, there):
-    overlay.apply_fix(overlay.load_fix(PACK.fix), there.site, tmp_path / "fixed")
+    overlay.apply_fix(transforms.load_fix(PACK.fix), there.site, tmp_path / "fixed")
     last, _, said = run(there, tmp_path / "fixed", "unpatched")
     assert last == "BUG_ABSENT", said
     assert PACK.expectation(there.version).verdict == "REPRODUCED", "so the run would be red"
@@ -30,7 +32,7 @@ def test_breaking_the_trigger_turns_the_unpatched_side_red(tmp_path, there):
 @pytest.mark.network
 @pytest.mark.parametrize(("dropped", "triggers"), [("wrap", [True, False]), ("stale", [False, True])])
 def test_without_a_transform_the_patched_side_is_red(tmp_path, there, dropped, triggers):
-    overlay.apply_fix(overlay.drop(overlay.load_fix(PACK.fix), dropped), there.site, tmp_path / "fixed")
+    overlay.apply_fix(overlay.drop(transforms.load_fix(PACK.fix), dropped), there.site, tmp_path / "fixed")
     last, found, said = run(there, tmp_path / "fixed", "patched")
     assert last == "BUG_REPRODUCED", said
     assert found == triggers
@@ -38,19 +40,19 @@ def test_without_a_transform_the_patched_side_is_red(tmp_path, there, dropped, t
 
 @pytest.mark.network
 def test_a_fix_that_never_uses_a_precomputed_scale_is_seen(tmp_path, there):
-    overlay.apply_fix(overlay.drop(overlay.load_fix(PACK.fix), "remember"), there.site, tmp_path / "fixed")
+    overlay.apply_fix(overlay.drop(transforms.load_fix(PACK.fix), "remember"), there.site, tmp_path / "fixed")
     last, _, said = run(there, tmp_path / "fixed", "patched")
     assert last.startswith("CHANGED"), said
 
 
 @pytest.mark.parametrize(("machine", "raises"), [("cpu", "RuntimeError"), ("nvidia-h200-x2", "NotImplementedError")])
 def test_the_receipts_are_what_the_readme_says(machine, raises):
-    stored = history.load(runner.RESULTS, [PACK]).runs
+    stored = history.load(files.RESULTS, [PACK]).runs
     runs = {(s.version, s.side): s for s in stored if s.machine == f"linux-x86_64-{machine}"}
     bad, good = (runs["0.18.0", side] for side in ("unpatched", "patched"))
     assert not bad.stale
     assert (bad.outcome, good.outcome) == ("REPRODUCED", "ABSENT")
-    cases = bad.document()["predicate"]["reproducer"]["metrics"]["cases"]
+    cases = bad.document().facts.metrics["cases"]
     readme = (PACK.folder / "README.md").read_text().splitlines()
     for name, start in (
         ("convert, shard", "| convert, `fully_shard`"),

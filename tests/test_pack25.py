@@ -3,8 +3,10 @@
 import pytest
 from helpers import installed, run_script
 
-from common import history, overlay, runner
-from common.pack import find
+from common import files, transforms
+from common.packs.pack import find
+from common.run import overlay
+from common.store import history
 
 PACK = find("pack25")
 
@@ -12,7 +14,7 @@ PACK = find("pack25")
 @pytest.mark.network
 def test_breaking_the_trigger_turns_the_unpatched_side_red(tmp_path):
     there = installed(PACK, "1.0.0")
-    overlay.apply_fix(overlay.load_fix(PACK.fix), there.site, tmp_path / "fixed")
+    overlay.apply_fix(transforms.load_fix(PACK.fix), there.site, tmp_path / "fixed")
     last, facts, said = run_script(PACK, there, tmp_path / "fixed", "unpatched", "device")
     assert last == "BUG_ABSENT", said
     assert facts["metrics"]["deep_gemm"]["one cold cache"] == {"compiles": 2}
@@ -21,17 +23,17 @@ def test_breaking_the_trigger_turns_the_unpatched_side_red(tmp_path):
 @pytest.mark.network
 def test_without_its_lock_the_patched_side_is_red(tmp_path):
     there = installed(PACK, "1.0.0")
-    overlay.apply_fix(overlay.drop(overlay.load_fix(PACK.fix), "lock"), there.site, tmp_path / "fixed")
+    overlay.apply_fix(overlay.drop(transforms.load_fix(PACK.fix), "lock"), there.site, tmp_path / "fixed")
     last, facts, said = run_script(PACK, there, tmp_path / "fixed", "patched", "device")
     assert last == "BUG_REPRODUCED", said
     assert facts["metrics"]["deep_gemm"]["one cold cache"]["compiles"] > 2
 
 
 def test_the_receipts_are_what_the_readme_says():
-    runs = {(s.side, s.variant): s for s in history.load(runner.RESULTS, [PACK]).runs if s.evidence}
+    runs = {(s.side, s.cell.variant): s for s in history.load(files.RESULTS, [PACK]).runs if s.evidence}
     for variant in ("", *PACK.variants):
         assert not runs["unpatched", variant].stale and not runs["patched", variant].stale
-    before, after = (runs[side, ""].document()["predicate"]["reproducer"]["metrics"] for side in ("unpatched", "patched"))
+    before, after = (runs[side, ""].document().facts.metrics for side in ("unpatched", "patched"))
     lines = (PACK.folder / "README.md").read_text().splitlines()
     for case in before["deep_gemm"]:
         cells = [cell.strip() for cell in next(line for line in lines if line.startswith(f"| {case} |")).split("|")[2:5]]

@@ -3,8 +3,10 @@
 import pytest
 from helpers import installed, run_script
 
-from common import history, overlay, runner
-from common.pack import find
+from common import files, transforms
+from common.packs.pack import find
+from common.run import overlay
+from common.store import history
 
 PACK = find("pack26")
 
@@ -22,7 +24,7 @@ def run(there, fixed, side):
 @pytest.mark.network
 def test_breaking_the_trigger_turns_the_unpatched_side_red(tmp_path):
     there = installed(PACK, "2.7.0")
-    overlay.apply_fix(overlay.load_fix(PACK.fix), there.site, tmp_path / "fixed")
+    overlay.apply_fix(transforms.load_fix(PACK.fix), there.site, tmp_path / "fixed")
     last, _, said = run(there, tmp_path / "fixed", "unpatched")
     assert last == "BUG_ABSENT", said
     assert PACK.expectation("2.7.0").verdict == "REPRODUCED", "so the run would be red"
@@ -30,7 +32,7 @@ def test_breaking_the_trigger_turns_the_unpatched_side_red(tmp_path):
 
 def without(version, dropped, tmp_path):
     there = installed(PACK, version)
-    overlay.apply_fix(overlay.drop(overlay.load_fix(PACK.fix), dropped), there.site, tmp_path / "fixed")
+    overlay.apply_fix(overlay.drop(transforms.load_fix(PACK.fix), dropped), there.site, tmp_path / "fixed")
     return run(there, tmp_path / "fixed", "patched")
 
 
@@ -69,7 +71,7 @@ def test_the_last_wrong_release_and_the_first_right_one(tmp_path, version, last)
 
 
 def test_the_receipts_are_what_the_readme_says():
-    runs = history.load(runner.RESULTS, [PACK]).runs
+    runs = history.load(files.RESULTS, [PACK]).runs
     found = {(s.version, s.side): s for s in runs if s.machine == "linux-x86_64-cpu"}
     assert not any(seen.stale for seen in runs)
     assert all(s.outcome == found[s.version, s.side].outcome for s in runs)
@@ -90,7 +92,7 @@ def test_the_receipts_are_what_the_readme_says():
         for version in versions.replace(" – ", ", ").split(", "):
             seen = found[version, "unpatched"]
             assert seen.outcome != "REPRODUCED" or found[version, "patched"].outcome == "ABSENT"
-            errors = seen.document()["predicate"]["reproducer"]["metrics"]["errors"]
+            errors = seen.document().facts.metrics["errors"]
             for name, cell in zip(names, cells, strict=True):
                 error = errors.get(f"{name}: gradient", "cannot ignore labels")
                 if isinstance(error, float):

@@ -9,10 +9,11 @@ from helpers import FACTS, make_log
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common import lanes, receipt
 from common.errors import UserError
-from common.grade import grade
-from common.pack import find
+from common.install import lanes, machine
+from common.packs.pack import find
+from common.store import receipt
+from common.store.grade import grade
 
 
 def folder_state(folder):
@@ -27,8 +28,8 @@ def folder_state(folder):
 def test_round_trip(tmp_path, store):
     path = store(tmp_path)
     document = receipt.read(path)
-    assert document["predicate"]["reproducer"]["outcome"] == "REPRODUCED"
-    assert document["subject"][0]["uri"] == "pkg:pypi/liger-kernel@0.7.0"
+    assert document.facts.outcome == "REPRODUCED"
+    assert document.subject[0].uri == "pkg:pypi/liger-kernel@0.7.0"
     assert str(grade(receipt.read_log(path, document))) == "REPRODUCED"
     assert json.loads((tmp_path / "test-machine" / "machine.json").read_text())["schema"] == receipt.SCHEMA
 
@@ -125,7 +126,7 @@ def test_any_cut_of_a_receipt_is_refused_in_a_sentence(tmp_path, store, data):
 def test_an_edited_log_is_noticed(tmp_path, store):
     path = store(tmp_path)
     document = receipt.read(path)
-    log = path.parent / document["predicate"]["reproducer"]["log"]["name"]
+    log = path.parent / document.facts.log.name
     log.write_text(log.read_text().replace("0.5", "0.0"))
     with pytest.raises(UserError, match="sha256 differs"):
         receipt.read_log(path, document)
@@ -136,8 +137,8 @@ def test_an_edited_log_is_noticed(tmp_path, store):
 
 def test_stale_means_the_files_changed(tmp_path, store):
     today = find("pack09").hashes("unpatched", lanes.files("triton-interpreter"))
-    assert receipt.hashes(receipt.read(store(tmp_path))) == today
-    assert receipt.hashes(receipt.read(store(tmp_path, stale=True))) != today
+    assert receipt.read(store(tmp_path)).hashes == today
+    assert receipt.read(store(tmp_path, stale=True)).hashes != today
 
 
 def test_the_fix_does_not_decide_the_unpatched_side():
@@ -156,5 +157,5 @@ def test_the_machines_name_is_no_host_name():
     import re
     import socket
 
-    assert re.fullmatch(r"[a-z0-9_-]+", receipt.machine_name())
-    assert socket.gethostname() not in receipt.machine_name()
+    assert re.fullmatch(r"[a-z0-9_-]+", machine.machine_name())
+    assert socket.gethostname() not in machine.machine_name()

@@ -11,13 +11,17 @@ from dataclasses import replace
 
 import psutil
 import pytest
-from helpers import ROOT
+from helpers import ROOT, raw
 
-from common import history, pool, receipt, regress, releases, runner
 from common.errors import UserError
-from common.pack import find
+from common.install import releases
+from common.install.releases import Release
+from common.packs.pack import find
 from common.process import MARKER
-from common.releases import Release
+from common.run import pool, regress, runner
+from common.run.plan import Plan
+from common.store import history, receipt
+from common.store.cell import SIDES, Cell
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +35,7 @@ def here(cache, tmp_path):
 
     def call(versions=("1.0", "2.0"), *, pack=None, confirm=1, say=lambda line: None, workers=None, again=False, extra=()):
         pack = pack or find("pack00")
-        plan = runner.Plan(pack=pack, lane="device", results=tmp_path / "results", machine="here", cache=cache)
+        plan = Plan(pack=pack, lane="device", results=tmp_path / "results", machine="here", cache=cache)
 
         def load():
             return history.load(plan.results, [pack])
@@ -85,7 +89,7 @@ def test_what_changed_is_told_by_its_word(here, tmp_path):
     rewrite(stored(tmp_path, "2.0"), outcome="REPRODUCED")
     rewrite(stored(tmp_path, "4.0"), outcome="ABSENT")
     report = here(("1.0", "2.0", "4.0"), confirm=3)
-    told = {(c.version, c.side): (c.kind, c.agree, c.runs) for c in report.changes}
+    told = {(c.cell.version, c.cell.side): (c.kind, c.agree, c.runs) for c in report.changes}
     assert told == {
         ("1.0", "unpatched"): ("regressed", 3, 3),
         ("1.0", "patched"): ("fixed", 3, 3),
@@ -118,7 +122,7 @@ def test_runs_that_differ_are_flaky(here, tmp_path, monkeypatch):
 def test_a_new_release_is_compared_with_the_one_before_it(here):
     here(("1.0",))
     report = here(("1.0", "2.0", "3.0"))
-    assert [(c.kind, c.version, c.before_version) for c in report.changes] == [
+    assert [(c.kind, c.cell.version, c.before_version) for c in report.changes] == [
         ("fixed", "2.0", "1.0"),
         ("broken", "3.0", "2.0"),
     ]
@@ -167,7 +171,7 @@ def test_yanked_and_deleted_releases_are_said(monkeypatch, tmp_path, store):
     store(tmp_path, version="0.0.1", stale=True, machine="here")
     known = [Release(version="0.7.0", file="w", sha256="0", yanked=True)]
     monkeypatch.setattr(releases, "releases", lambda package, cache, **_: (known, None))
-    plan = runner.Plan(pack=pack, lane="triton-interpreter", results=tmp_path, machine="here")
+    plan = Plan(pack=pack, lane="triton-interpreter", results=tmp_path, machine="here")
     work = regress.plan([pack], history.load(tmp_path, [pack]), plan_for=lambda *_: plan)
     assert any("0.0.1 is no longer on the index" in warning for warning in work.warnings)
     assert any("yanked from the index by its publisher, and run all the same: 0.7.0" in warning for warning in work.warnings)
@@ -183,7 +187,7 @@ def test_which_releases(monkeypatch, tmp_path, store):
     monkeypatch.setattr(
         releases, "releases", lambda package, cache, **_: ([Release(version=v, file="w", sha256="0") for v in versions], None)
     )
-    plan = runner.Plan(pack=pack, lane="triton-interpreter", results=tmp_path, machine="here")
+    plan = Plan(pack=pack, lane="triton-interpreter", results=tmp_path, machine="here")
     stored = history.load(tmp_path, [pack])
 
     def chosen(**how):
@@ -196,7 +200,7 @@ def test_which_releases(monkeypatch, tmp_path, store):
     assert chosen(since="0.8.1") == ["0.8.1", "0.8.2", "0.9.0rc1", "0.9.0"]
     assert chosen(newer=True) == ["0.8.2", "0.9.0rc1", "0.9.0"], "newer than the receipts of any machine"
     assert chosen(newer=True, pre=False) == ["0.8.2", "0.9.0"]
-    pending = [f"pack09 liger-kernel 0.7.0 {side}" for side in ("unpatched", "patched")]
+    pending = [Cell(pack="pack09", dist="liger-kernel", version="0.7.0", side=side) for side in SIDES]
     assert chosen(newer=True, pending=pending) == ["0.7.0", "0.8.2", "0.9.0rc1", "0.9.0"], "taken on by a call that was stopped"
 
 
@@ -285,7 +289,7 @@ def test_two_at_once_on_one_folder(cli, cache, tmp_path):
 def test_two_writers_of_one_cell_leave_a_whole_pair(cache, tmp_path):
     from concurrent.futures import ThreadPoolExecutor
 
-    plan = runner.Plan(pack=find("pack00"), lane="device", results=tmp_path, machine="here", cache=cache)
+    plan = Plan(pack=find("pack00"), lane="device", results=tmp_path, machine="here", cache=cache)
     wheel = releases.built_wheels(plan.pack, cache)["1.0"]
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(lambda _: runner.run_release(plan, Release(version="1.0", file=wheel.name, sha256="")), range(8)))
@@ -354,7 +358,7 @@ def comparable(results):
     """What stored runs say, without times and what depends on them."""
     found = {}
     for path in receipt.stored(results):
-        facts = receipt.read(path)["predicate"]["reproducer"]
+        facts = raw(path)["predicate"]["reproducer"]
         for name in ("started", "seconds", "peak_rss", "log"):
             facts.pop(name)
         facts["environment"]["settings"] = {}
@@ -367,7 +371,7 @@ def test_a_cluster_gives_the_same_even_when_a_worker_is_killed(cache, tmp_path):
     from distributed import LocalCluster
 
     pack = find("pack00")
-    plan = runner.Plan(pack=pack, lane="device", results=tmp_path / "cluster", machine="here", cache=cache)
+    plan = Plan(pack=pack, lane="device", results=tmp_path / "cluster", machine="here", cache=cache)
     chosen = [r for r in releases.of(pack, cache)[0] if r.version in ("1.0", "2.0", "3.0", "4.0", "7.0", "12.0")]
 
     def kill():

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common import releases
 from common.errors import UserError
-from common.pack import find
-from common.releases import FRESH, Release, choose
+from common.install import releases
+from common.install.releases import FRESH, Release, choose
+from common.packs.pack import find
 
 KNOWN = [
     Release(version=v, file=f"toy-{v}.whl", sha256="0" * 64) for v in ("0.5.2", "0.5.9", "0.5.10", "0.6.5", "0.7.0", "0.8.2")

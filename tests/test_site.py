@@ -8,12 +8,14 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from urllib.parse import unquote, urlsplit
 
+import msgspec
 import pytest
 from helpers import ROOT
 
-from common import history, plot, schema, site
 from common.errors import UserError
-from common.pack import all_packs, find
+from common.packs.pack import all_packs, find
+from common.publish import plot, site, timeline
+from common.store import history
 
 PACK = find("pack09")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -28,7 +30,9 @@ def stored():
 def built(tmp_path_factory, stored):
     """The site of the stored receipts, with a second upstream and a stale receipt, so that there is something to filter."""
     odd = [
-        replace(s, dist="liger-kernel-nightly", stale=True) for s in stored.of("pack09", PACK.package) if s.version == "0.8.5"
+        replace(s, cell=replace(s.cell, dist="liger-kernel-nightly"), stale=True)
+        for s in stored.of("pack09", PACK.package)
+        if s.version == "0.8.5"
     ]
     output = tmp_path_factory.mktemp("built") / "site"
     site.build([PACK], history.History(runs=[*stored.runs, *odd]), output)
@@ -74,7 +78,7 @@ def test_peak_memory_is_drawn_from_a_run_that_measured_it():
     runs = [s for s in history.load(ROOT / "results", [pack]).runs if s.version == "0.19.2"]
     drawn = plot.peaks(runs, "peaks")
     assert all(word in drawn for word in ("peak memory", "fused", "unfused", "32768", "prefers-color-scheme"))
-    assert plot.peaks([s for s in runs if not s.variant], "peaks") is None
+    assert plot.peaks([s for s in runs if not s.cell.variant], "peaks") is None
 
 
 def test_commits_are_said_that_are_in_no_release(tmp_path):
@@ -86,7 +90,7 @@ def test_commits_are_said_that_are_in_no_release(tmp_path):
 
 
 def test_what_is_for_machines(built):
-    schema.validate("timeline", json.loads((built / "timeline.json").read_text()))
+    assert msgspec.json.decode((built / "timeline.json").read_bytes(), type=timeline.Timeline).packs
     assert json.loads((built / "osv" / "REPRODUCER-PACK09.json").read_text())["affected"]
     assert ET.fromstring((built / "feed.xml").read_text()).tag.endswith("feed")
     for path in [*built.glob("plots/*.svg"), *built.glob("badges/*.svg")]:
@@ -113,7 +117,7 @@ def test_what_a_receipt_says_is_never_markup(tmp_path, stored):
     run = stored.of("pack09", PACK.package)[0]
     verdict = replace(run.verdict, outcome="CHANGED", reason=evil)
     pack = replace(PACK, title=evil)
-    site.build([pack], history.History(runs=[replace(run, verdict=verdict, side="unpatched")]), tmp_path / "site")
+    site.build([pack], history.History(runs=[replace(run, verdict=verdict, cell=run.cell.on("unpatched"))]), tmp_path / "site")
     for path in tmp_path.rglob("*.html"):
         assert "<script>alert" not in path.read_text(), path.name
 

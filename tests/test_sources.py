@@ -7,10 +7,11 @@ import zipfile
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
-from common import environment, sources
 from common.errors import UserError
-from common.pack import Variant, find
+from common.install import environment, sources
+from common.packs.pack import Variant, find
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def test_it_is_installed_by_uv(clone, tmp_path):
 
 def test_a_commit_that_is_not_there_is_one_sentence(clone, tmp_path):
     folder, pack, _, _ = clone
-    other = replace(pack, variants={"one": replace(pack.variants["one"], source="0" * 40)})
+    other = replace(pack, variants={"one": structs.replace(pack.variants["one"], source="0" * 40)})
     with pytest.raises(UserError, match=r"^UNTESTABLE: source: .* does not have it\. .*--source DIR$"):
         sources.wheel(other, "one", folder, tmp_path)
     with pytest.raises(UserError, match="is not a folder"):

@@ -5,6 +5,7 @@ import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from helpers import FACTS, ROOT, make_log
 from hypothesis import given
@@ -12,11 +13,12 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from packaging.requirements import Requirement
 
-from common import history, pins, schema, timeline
-from common.errors import UserError
-from common.grade import Verdict
-from common.history import History, Seen
-from common.pack import find
+from common.packs.pack import find
+from common.publish import pins, timeline
+from common.store import history
+from common.store.cell import Cell
+from common.store.grade import Verdict
+from common.store.history import History, Seen
 
 PACK = find("pack09")
 ABSENT = {**FACTS, "verdict": "ABSENT", "comparisons": [FACTS["comparisons"][0], {**FACTS["comparisons"][1], "error": 1e-7}]}
@@ -26,11 +28,7 @@ def seen(version, outcome="REPRODUCED", *, side="unpatched", machine="here", evi
     return Seen(
         path=Path(f"results/{machine}/pack09/x-{version}.{side}.json"),
         machine=machine,
-        pack="pack09",
-        dist=dist or PACK.package,
-        version=version,
-        side=side,
-        variant="",
+        cell=Cell(pack="pack09", dist=dist or PACK.package, version=version, side=side),
         lane="triton-interpreter",
         verdict=Verdict(outcome=outcome, evidence="none" if outcome == "UNTESTABLE" else evidence),
         stopped=None,
@@ -167,13 +165,13 @@ def test_a_receipt_that_cannot_be_read_is_named_and_hides_no_other(tmp_path, sto
 def test_json_is_as_its_schema_says_and_names_receipts_that_are_there():
     stored = history.load(ROOT / "results", [PACK])
     document = timeline.document([PACK], stored)
-    schema.validate("timeline", document)
-    for release in document["packs"][0]["releases"]:
-        for run in release["runs"]:
-            assert (ROOT / "results" / run["receipt"]).is_file()
-    schema.validate("timeline", json.loads((ROOT / "results" / "timeline.json").read_text()))
-    with pytest.raises(UserError, match="schema"):
-        schema.validate("timeline", {**document, "schema": 2})
+    for release in document.packs[0].releases:
+        for run in release.runs:
+            assert (ROOT / "results" / run.receipt).is_file()
+    written = (ROOT / "results" / "timeline.json").read_text()
+    assert msgspec.json.decode(written, type=timeline.Timeline).packs
+    with pytest.raises(msgspec.ValidationError, match="schema"):
+        msgspec.json.decode(written.replace('"schema": 1', '"schema": 2'), type=timeline.Timeline)
 
 
 def test_the_history_of_liger_kernel_as_osv():

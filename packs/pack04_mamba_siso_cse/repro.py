@@ -24,8 +24,7 @@ interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 device, chunk, size = ("cpu", 16, (1, 37, 2, 4, 32, 64)) if interpreted else ("cuda", 32, (1, 4096, 1, 24, 128, 64))
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--shape", default=size, type=lambda text: tuple(map(int, text.split(","))), metavar="B,S,G,H,N,P")
-# Autotuning takes minutes and may choose another config for each side: each kernel gets its first of 4 warps.
-autotune = triton.autotune
+autotune = triton.autotune  # slow, and may choose another config for each side: each kernel gets its first of 4 warps
 triton.autotune = lambda configs, **rest: autotune([c for c in configs if c.num_warps == 4][:1] or configs[:1], **rest)
 
 
@@ -36,8 +35,8 @@ def release():
         finish("UNTESTABLE", "no-api")
     from mamba_ssm.ops.triton.mamba3 import mamba3_siso_bwd, mamba3_siso_combined
 
-    FACTS.update(file=mamba3_siso_bwd.__file__, version=version("mamba-ssm"))
-    FACTS["evidence"] = "interpreter" if interpreted else "device:sm_{}{}".format(*torch.cuda.get_device_capability())
+    gpu = "device:sm_{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else "codegen"
+    FACTS.update(file=mamba3_siso_bwd.__file__, version=version("mamba-ssm"), evidence="interpreter" if interpreted else gpu)
     return mamba3_siso_combined
 
 

@@ -6,8 +6,7 @@ muP is applied to the hidden states, where HybridModel applies it to the logits:
 
 from pathlib import Path
 
-from common.overlay import load_fix
-from common.transforms import replace
+from common.transforms import load_fix, replace
 
 _DISPATCHER = "megatron/core/fusions/fused_linear_cross_entropy.py"
 _PACK10 = next(Path(__file__).parent.parent.glob("pack10_*/fix.py"))

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from common import environment, pool, runner
-from common.pack import ROOT, find
-from common.releases import Release
+from common.files import ROOT
+from common.install import environment
+from common.install.releases import Release
+from common.packs.pack import find
+from common.run import pool, runner
 
 _spec = importlib.util.spec_from_file_location("toys", ROOT / "packs" / "pack00_selftest" / "toys.py")
 toys = importlib.util.module_from_spec(_spec)

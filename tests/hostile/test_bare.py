@@ -34,7 +34,7 @@ runpy.run_module("common", run_name="__main__")
         ("pypi_simple", ["verify"]),
         ("rich", ["list"]),
         ("jinja2", ["attach", "pack09"]),
-        ("jsonschema_rs", ["verify"]),
+        ("msgspec", ["verify"]),
     ],
 )
 def test_a_library_that_is_missing_is_one_sentence(module, arguments, tmp_path):
@@ -55,12 +55,12 @@ def test_the_users_own_packages_are_seen_by_a_run_in_the_active_environment(tmp_
     monkeypatch.setenv("PYTHONUSERBASE", str(base))
     monkeypatch.setattr(site, "USER_BASE", str(base))
     # A Python that is no virtual environment, which would leave the user's packages out.
-    from common import environment
+    from common.install import environment
 
     monkeypatch.setattr(environment.sys, "executable", os.path.realpath(sys.executable))
     source = "import only_in_the_user_site\n\ndef total(xs):\n    return sum(xs)\n"
     wheel = wheels.make("2.2", {"reproducer_toy/__init__.py": source})
-    from common.releases import Release
+    from common.install.releases import Release
 
     rows, failures = run(Release(version="2.2", file="", sha256=""), here=True, wheels={"2.2": wheel})
     assert not failures

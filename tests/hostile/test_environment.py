@@ -5,8 +5,9 @@ import zipfile
 
 import pytest
 
-from common import integrity, runner
 from common.errors import UserError
+from common.install import integrity
+from common.run import runner
 
 BUGGY = "def total(xs):\n    return xs[0] * len(xs)\n"
 FIXED = "def total(xs):\n    return sum(xs)\n"

@@ -8,8 +8,9 @@ import psutil
 import pytest
 from helpers import make_log
 
-from common import history, pool, regress, runner
-from common.grade import CRASHES, grade
+from common.run import pool, regress, runner
+from common.store import history
+from common.store.grade import CRASHES, grade
 
 OUTSIDE = ["SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGKILL", "SIGUSR1", "SIGALRM", "SIGXCPU"]
 
@@ -151,7 +152,7 @@ def test_regress_gives_up_and_tells_no_change(wheels, index, plan, run, monkeypa
 
 
 def test_ctrl_c_while_uv_installs_kills_it(monkeypatch, tmp_path):
-    from common import environment
+    from common.install import environment
     from common.process import Interrupted
 
     fake = tmp_path / "uv"
@@ -225,7 +226,7 @@ def test_failing_to_start_leaks_no_file(tmp_path):
 def test_a_build_leaves_no_daemon_and_does_not_hang_the_runner(index, run, tmp_path, output, monkeypatch):
     import tarfile
 
-    from common import environment
+    from common.install import environment
 
     monkeypatch.setattr(environment, "UV_TIMEOUT", 8.0)
     root = tmp_path / "reproducer_toy-1.4"

@@ -5,14 +5,17 @@ import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 
+import msgspec
 import pytest
 from helpers import FACTS, make_log
 
-from common import attach, history, pack, site, timeline
 from common.errors import UserError
-from common.grade import grade, plain
-from common.markup import md
-from common.pack import find
+from common.packs import pack
+from common.packs.pack import find
+from common.publish import attach, site, timeline
+from common.scrub import md, plain
+from common.store import history
+from common.store.grade import grade
 
 PACK = find("pack09")
 EVIL = [
@@ -56,7 +59,7 @@ def test_a_reason_is_text_wherever_it_is_shown(evil, tmp_path, store):
             assert word not in outside, outside
     feed = timeline.atom([PACK], stored)
     ET.fromstring(feed.split("?>", 1)[1])
-    json.dumps(timeline.document([PACK], stored)).encode()
+    msgspec.json.encode(timeline.document([PACK], stored))
 
 
 @pytest.mark.parametrize("evil", EVIL)
@@ -108,7 +111,7 @@ def test_a_thread_is_an_issue_or_an_address(thread, tmp_path):
 
 
 def test_errors_reach_the_terminal_without_control_codes(capsys):
-    from common.commands import complain
+    from common.cli.commands import complain
 
     complain("bad \x1b[31mname\x1b]0;t\x07 \x9b31m")
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", capsys.readouterr().err)
@@ -119,19 +122,23 @@ def test_a_log_in_the_comment_has_no_control_codes():
 
 
 def test_svg_labels_are_no_formulas(tmp_path, store):
-    from common import plot
+    from common.publish import plot
 
     pytest.importorskip("matplotlib")
     log = make_log({**FACTS, "version": "0.7.0", "metrics": {"peak_gib": {"1024": {"$\\frac{1}{0$": 1.0, "x": "NaN"}}}})
     path = store(tmp_path, log=log.replace('"version": "1.0"', '"version": "0.7.0"'))
     seen = history.load(tmp_path, [PACK]).runs[0]
     assert path.is_file()
-    patched = replace(seen, side="patched", variant="v", verdict=replace(seen.verdict, outcome="ABSENT"))
+    patched = replace(
+        seen, cell=replace(seen.cell, side="patched", variant="v"), verdict=replace(seen.verdict, outcome="ABSENT")
+    )
     assert plot.peaks([patched], "title") is None
     log = log.replace(', \\"x\\": \\"NaN\\"', "").replace(', "x": "NaN"', "")
     path = store(tmp_path, log=log.replace('"version": "1.0"', '"version": "0.7.0"'))
     seen = history.load(tmp_path, [PACK]).runs[0]
-    patched = replace(seen, side="patched", variant="v", verdict=replace(seen.verdict, outcome="ABSENT"))
+    patched = replace(
+        seen, cell=replace(seen.cell, side="patched", variant="v"), verdict=replace(seen.verdict, outcome="ABSENT")
+    )
     assert "<svg" in plot.peaks([patched], "title")
 
 

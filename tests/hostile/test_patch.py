@@ -3,10 +3,10 @@
 import json
 
 import pytest
+from helpers import raw
 
-from common import receipt
 from common.errors import UserError
-from common.overlay import apply_patch, plain_name
+from common.run.overlay import apply_patch, plain_name
 
 BUGGY = "def total(xs):\n    return xs[0] * len(xs)\n"
 
@@ -169,7 +169,7 @@ def test_a_part_of_a_diff_is_not_validated_for_the_whole(wheels, index, run, tmp
     patch = write(tmp_path, modify(TOY) + add("csrc/kernel.cu"))
     rows, _ = run(release, patch=patch)
     assert str(rows[1].verdict) == "UNTESTABLE: partial-patch (csrc/kernel.cu)"
-    facts = receipt.read(rows[1].receipt)["predicate"]["reproducer"]
+    facts = raw(rows[1].receipt)["predicate"]["reproducer"]
     assert facts["patch"]["unsupported"] == ["csrc/kernel.cu"]
     assert facts["patch"]["applied"] == [TOY]
     rows, _ = run(release, patch=write(tmp_path, modify(TOY) + add("tests/test_x.py")))
@@ -194,7 +194,7 @@ def test_where_there_is_no_bug_there_is_nothing_to_fix(wheels, index, run, tmp_p
 
 def test_the_receipt_cannot_be_made_to_say_otherwise(wheels, index, run, tmp_path):
     """The opening line holds what was applied: a receipt that drops it is found by regrading."""
-    from common import audit
+    from common.store import audit
 
     release = index.add(wheels["1.0"])
     rows, _ = run(release, patch=write(tmp_path, modify(TOY) + add("csrc/kernel.cu")))

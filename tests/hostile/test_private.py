@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from helpers import ROOT
 
-from common import environment, receipt
+from common.install import environment
 from common.scrub import ALLOWED_ENV, Scrubber, run_env, without_password
+from common.store import receipt
 
 SECRET = "hunter2-hunter2-hunter2"
 

@@ -9,13 +9,17 @@ import sys
 import time
 from dataclasses import replace
 
+import msgspec
 import pytest
-from helpers import FACTS, ROOT, make_log
+from helpers import FACTS, ROOT, make_log, raw
+from msgspec import structs
 
-from common import audit, history, pins, pool, receipt, regress, runner, timeline
 from common.errors import UserError
-from common.grade import grade
-from common.pack import all_packs, find
+from common.packs.pack import all_packs, find
+from common.publish import pins, timeline
+from common.run import pool, regress, runner
+from common.store import audit, history, receipt
+from common.store.grade import grade
 
 PACK = find("pack09")
 VARIANT = next(iter(find("pack04").variants.values()))
@@ -61,7 +65,7 @@ def test_an_odd_receipt_is_named_and_the_rest_goes_on(kind, tmp_path, store):
         assert str(odd) in str(found.unreadable[odd])
     for make in (
         lambda: timeline.markdown([PACK], found).encode(),
-        lambda: json.dumps(timeline.document([PACK], found)).encode(),
+        lambda: msgspec.json.encode(timeline.document([PACK], found)),
         lambda: timeline.atom([PACK], found).encode(),
         lambda: list(pins.text(pins.advise(PACK.package, [PACK], found))),
     ):
@@ -72,7 +76,7 @@ def test_an_odd_receipt_is_named_and_the_rest_goes_on(kind, tmp_path, store):
 
 def test_an_odd_log_is_named(tmp_path, store):
     path = store(tmp_path)
-    log = path.parent / receipt.read(path)["predicate"]["reproducer"]["log"]["name"]
+    log = path.parent / raw(path)["predicate"]["reproducer"]["log"]["name"]
     log.write_bytes(b"\xff\xfe")
     assert "is not the one" in dict(audit.problems(tmp_path, [path], audit.regrade))[path][0]
     import hashlib
@@ -216,15 +220,15 @@ def test_ctrl_c_on_a_cluster_is_clean(tmp_path):
     pytest.importorskip("distributed")
     code = f"""
 import sys
-from common import runner, pool
-from common.pack import find
-from common.releases import Release
+from common.run import runner, pool
+from common.packs.pack import find
+from common.install.releases import Release
 from pathlib import Path
 here = Path({str(tmp_path)!r})
 if __name__ == "__main__":
     from dataclasses import replace
     pack = replace(find("pack00"), timeout=60)
-    plan = runner.Plan(pack=pack, lane="device", results=here / "r", machine="here", cache=here / "c")
+    plan = Plan(pack=pack, lane="device", results=here / "r", machine="here", cache=here / "c")
     with pool.cluster("local", 1) as workers:
         print("ready", flush=True)
         try:
@@ -258,7 +262,7 @@ STALE = {
     "build": {"build": {"X": "1"}},
     "as_files": {"as_files": True},
     "requires": {"requires": ("six",)},
-    "pinned packages of a variant": {"variants": {"v": replace(VARIANT, arguments=("--other",))}},
+    "pinned packages of a variant": {"variants": {"v": structs.replace(VARIANT, arguments=("--other",))}},
 }
 
 
@@ -347,7 +351,7 @@ def test_a_flaky_release_without_the_bug_is_not_advised(tmp_path, store):
         ).replace('"version": "1.0"', '"version": "0.7.0"'),
     )
     assert pins.advise(PACK.package, [PACK], loaded(tmp_path)).pin == "0.7.0"
-    facts = receipt.read(path)["predicate"]["reproducer"]
+    facts = raw(path)["predicate"]["reproducer"]
     own = {"word": "BUG_ABSENT", "started": facts["started"], "log": {n: facts["log"][n] for n in ("name", "sha256")}}
     other = {**own, "word": "BUG_REPRODUCED", "log": {"name": "x.log", "sha256": "0" * 64}}
     edit(path, runs=[own, own, other])
@@ -385,7 +389,7 @@ def test_a_patch_receipt_follows_from_its_log(wheels, index, run, tmp_path):
     diff = "--- a/reproducer_toy/__init__.py\n+++ b/reproducer_toy/__init__.py\n@@ -1,2 +1,2 @@\n def total(xs):\n-    return xs[0] * len(xs)\n+    return sum(xs)\n"
     (tmp_path / "x.diff").write_text(diff)
     path = run(index.add(wheels["1.0"]), patch=tmp_path / "x.diff")[0][1].receipt
-    facts = receipt.read(path)["predicate"]["reproducer"]
+    facts = raw(path)["predicate"]["reproducer"]
     assert list(audit.regrade(path)) == []
     for patch in (None, {**facts["patch"], "sha256": "0" * 64}, {**facts["patch"], "skipped": ["x"]}):
         edit(path, patch=patch)
@@ -397,7 +401,7 @@ def test_a_patch_receipt_follows_from_its_log(wheels, index, run, tmp_path):
     [("timeout", "1" + "0" * 400), ("memory", "inf"), ("timeout", "nan"), ("python", '"3.' + "9" * 5000 + '"')],
 )
 def test_a_pack_with_a_number_that_is_none_is_a_sentence(tmp_path, key, value):
-    from common.pack import load
+    from common.packs.pack import load
 
     folder = tmp_path / "pack98_x"
     shutil.copytree(PACK.folder, folder)

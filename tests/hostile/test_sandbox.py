@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from common import receipt
+from common.store import receipt
 
 works = (
     shutil.which("bwrap")
@@ -50,7 +50,7 @@ def test_a_script_is_alone(wheels, index, run, plan, tmp_path, monkeypatch):
     assert "WORKED" not in log.replace("own folder WORKED", "")
     assert "own folder WORKED" in log
     assert rows[0].verdict.outcome == "ABSENT"
-    assert document["predicate"]["reproducer"]["sandbox"] is True
+    assert document.facts.sandbox is True
     rows, _ = run(release)
     assert "home WORKED" in receipt.read_log(rows[0].receipt, receipt.read(rows[0].receipt)), (
         "without it the test shows nothing"
@@ -68,6 +68,6 @@ def test_a_run_ends_there_as_it_does_outside(wheels, index, run, version, said):
 def test_without_bubblewrap_it_is_one_sentence(wheels, index, run, monkeypatch):
     release = index.add(wheels["1.0"])
     run(release)
-    monkeypatch.setattr("common.runner.shutil.which", lambda name: None)
+    monkeypatch.setattr("common.run.runner.shutil.which", lambda name: None)
     _, failures = run(release, sandbox=True)
     assert "--sandbox needs bubblewrap" in failures[0].message

@@ -6,9 +6,9 @@ import math
 import pytest
 from helpers import FACTS, make_log
 
-from common import receipt
 from common.errors import UserError
-from common.grade import grade
+from common.store import receipt
+from common.store.grade import grade
 
 CONTROL, TRIGGER = FACTS["comparisons"][:2]
 RIGHT = {**TRIGGER, "error": 1e-7}
@@ -79,8 +79,8 @@ def test_metrics_keep_no_number_that_json_does_not_know(value, tmp_path, store):
 def test_a_receipt_with_nan_is_never_written(tmp_path, store):
     path = store(tmp_path)
     document = receipt.read(path)
-    document["predicate"]["reproducer"]["metrics"] = {"x": math.nan}
-    cell = receipt.Cell(pack="pack09", dist="liger-kernel", version="0.7.0", side="unpatched")
+    document.facts.metrics = {"x": math.nan}
+    cell = document.cell
     with pytest.raises((ValueError, UserError)):
         receipt.write(tmp_path, cell, "x", document, machine="test-machine")
     assert "NaN" not in path.read_text()

@@ -1,0 +1,95 @@
+"""``python -m common``: run packs, attach their output, add a pack. The nox sessions call this."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+
+from common import __version__
+from common.__main__ import missing
+from common.cli.common import OK, USAGE, complain
+from common.errors import UserError, full
+
+#: Exit code of Ctrl-C, by convention 128 + the signal's number.
+INTERRUPTED = 130
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        parser = _parser(sys.argv[1:] if arguments is None else arguments)
+        options, extra = parser.parse_known_args(arguments)
+        if threading.current_thread() is threading.main_thread() and arguments is None:
+            _guard()
+        if extra and options.command != "run":
+            parser.error(f"unrecognized arguments: {' '.join(extra)}")
+        return int(options.call(options, extra))
+    except UserError as error:
+        complain(str(error))
+        return USAGE
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "common":
+            raise
+        print(missing(error.name), file=sys.stderr)  # Without what prints in colour, which may be what is missing.
+        return USAGE
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return OK
+        if not full(error):
+            raise
+        complain(f"No space left on the disk of {error.filename or 'the cache'}: free some and run again.")
+        return USAGE
+    except KeyboardInterrupt as error:
+        complain("Stopped. Receipts of the runs that had ended are kept; nothing is left running.")
+        return error.args[0] if error.args else INTERRUPTED
+
+
+def _guard() -> None:
+    """End our children when we are ended, and let nobody read our environment."""
+
+    def stop(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL)  # A second one ends us at once, and the supervisors what runs.
+        raise KeyboardInterrupt(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup has SIGHUP ignored, and that holds.
+            signal.signal(number, stop)
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        # Else a script could read our environment, and what we know of tokens, from /proc (where it is not root).
+        libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+        if os.environ.get("REPRODUCER_PROG"):  # nox does not hand on the signal that ends it.
+            libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+
+
+#: A module of this folder each: HELP, DESCRIPTION, ``arguments`` and ``call``.
+COMMANDS = (
+    "run", "regress", "watch", "pins", "site", "list", "attach", "new-pack", "tables", "regrade", "verify", "mutants", "bench",
+)  # fmt: skip
+
+
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    # A nox session tells its own name: nox -s attach --
+    session = os.environ.get("REPRODUCER_PROG")
+    parser = argparse.ArgumentParser(
+        prog="python -m common",
+        description="Is this upstream bug in that release, and does this fix cure it?",
+        epilog="Exit status: 0 every verdict is what the pack expects, 1 one is not, 2 a mistake in the call or its surroundings, 130 Ctrl-C.",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    sub = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    # One that is called needs no other.
+    called = [name for name in COMMANDS if name in words[:1]] or COMMANDS
+    for name in called:
+        module = importlib.import_module(f"common.cli.{name.replace('-', '_')}")
+        command = sub.add_parser(name, prog=session, help=module.HELP, description=module.DESCRIPTION)
+        module.arguments(command, session)
+        command.set_defaults(call=module.call)
+    return parser

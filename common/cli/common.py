@@ -1,0 +1,108 @@
+"""What several commands have in common: exit codes, options, which packs they are about."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from packaging.version import InvalidVersion, Version
+from rich.console import Console
+from rich.text import Text
+
+from common.cli import report
+from common.errors import UserError
+from common.files import CACHE, RESULTS
+from common.install import environment
+from common.install.machine import MACHINE
+from common.packs.pack import Pack, all_packs
+from common.scrub import plain
+from common.store import audit, history, receipt
+from common.store.receipt import NO_RECORD
+
+#: Exit codes: every verdict as expected; one is not; the call or its surroundings are wrong; something changed (watch).
+OK, SURPRISE, USAGE, CHANGED = 0, 1, 2, 3
+
+
+def complain(sentence: str) -> None:
+    report.console(stderr=True).print(Text(plain(sentence, None), "red"), soft_wrap=True)
+
+
+def warn(sentence: str, out: Console) -> None:
+    out.print(Text(plain(sentence, None), "yellow"), soft_wrap=True)
+
+
+def results_option(parser: argparse.ArgumentParser, text: str = "where receipts are (default: results/)") -> None:
+    parser.add_argument("--results", type=Path, metavar="DIR", default=None, help=text)
+
+
+def results_only(parser: argparse.ArgumentParser, session: str | None) -> None:
+    results_option(parser)
+
+
+def look_at(options: argparse.Namespace, look: Callable[[Path], Iterable[str]], what: str, warnings: Sequence[str] = ()) -> int:
+    """Say what ``look`` finds at each stored receipt."""
+    out = report.console()
+    results = options.results or RESULTS
+    paths = receipt.stored(results)
+    if not paths:
+        raise UserError(f"There is no receipt in {results}.")
+    wrong = 0
+    for path, problems in audit.problems(results, paths, look):
+        wrong += bool(problems)
+        for problem in problems:
+            out.print(Text(plain(f"✗ {report.where(path)}: {problem}", None), "red"), soft_wrap=True)
+    for warning in warnings:
+        warn(warning, out)
+    out.print(f"{len(paths)} receipts, {wrong} {what}.", markup=False)
+    return SURPRISE if wrong else OK
+
+
+def pool_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--jobs", type=int, metavar="N", help="releases at a time (default: one a core, one on a GPU)")
+    parser.add_argument("--machine", metavar="NAME", help="the machine's name in results/ (default: made from what it is)")
+
+
+def check(options: argparse.Namespace) -> None:
+    if options.jobs is not None and options.jobs < 1:
+        raise UserError(f"--jobs {options.jobs} is not a number of at least 1.")
+    if getattr(options, "confirm", 1) < 1:
+        raise UserError(f"--confirm {options.confirm} is not a number of at least 1.")
+    if (since := getattr(options, "since", None)) is not None:
+        try:
+            Version(since)
+        except InvalidVersion as error:
+            raise UserError(f"--since {since} is not a version (PEP 440).") from error
+    if options.machine is not None and not MACHINE.fullmatch(options.machine):
+        raise UserError(f"--machine {options.machine} is no name for a folder: letters, digits, '.', '_' and '-' only.")
+    if options.machine in NO_RECORD:
+        raise UserError(f"--machine {options.machine} is no machine's name: results/{options.machine}/ is for something else.")
+
+
+def packs(out: Console) -> list[Pack]:
+    """Every pack; one that is not sound is said, and stops no other."""
+    problems: list[str] = []
+    found = all_packs(problems=problems)
+    for problem in dict.fromkeys(problems):
+        warn(f"Left out: {problem}", out)
+    return found
+
+
+def about_upstreams(out: Console) -> list[Pack]:
+    """All but the self-test, which says nothing of a release."""
+    return [pack for pack in packs(out) if pack.kind != "selftest"]
+
+
+def stored(options: argparse.Namespace, chosen: list[Pack], out: Console) -> history.History:
+    """The stored runs; one that cannot be read is said, and hides no other."""
+    found = history.load(options.results or RESULTS, chosen)
+    for error in found.unreadable.values():
+        warn(f"Not counted: {error}", out)
+    return found
+
+
+def base(pack: Pack, out: Console) -> None:
+    """Install what the releases share, once; where that fails, the runs that need it say so."""
+    if not environment.has_base(pack.requires, CACHE):
+        with report.waiting(f"installing {', '.join(pack.requires) or 'nothing'} once, for every release to share", out):
+            environment.base(pack.requires, CACHE)

@@ -1,0 +1,47 @@
+"""``mutants``: break every fix, blunt every trigger, and see that the packs notice."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from rich.text import Text
+
+from common.cli import common, report
+from common.files import ROOT, write_atomically
+from common.packs.pack import find
+
+HELP = "break every fix and blunt every trigger: each has to turn its side red"
+DESCRIPTION = """Run each pack with a transform of its fix left out, with each output of the fixed code poisoned (NaN, zeros, sign, a
+factor), and with its trigger blunted. Exit status: 0 if each turned its side red, else 1. For all packs it writes docs/mutants.md."""
+
+
+def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:
+    parser.add_argument("pack", nargs="*", help="pack09, 09 or 9 (default: all)")
+    parser.add_argument("--jobs", type=int, metavar="N", help="mutants at a time (default: one a core)")
+
+
+def call(options: argparse.Namespace, extra: list[str]) -> int:
+    from common.dev import mutants
+
+    out = report.console()
+    chosen = [find(name) for name in options.pack] or common.about_upstreams(out)
+    for pack in chosen:
+        common.base(pack, out)
+    count = sum(len(mutants.of(pack)[1]) for pack in chosen)
+    ended = 0
+
+    def done(outcome: mutants.Outcome) -> None:
+        nonlocal ended
+        ended += 1
+        word = Text("✓ ", "green") if outcome.killed else Text("✗ ", "bold red")
+        out.print(word + f"[{ended}/{count}] {outcome.pack} {outcome.kind} {outcome.name}: {outcome.saw}", soft_wrap=True)
+
+    found = mutants.run(chosen, jobs=options.jobs or max(1, os.cpu_count() or 1), done=done)
+    survived = [outcome for outcome in found if not outcome.killed]
+    out.print(f"{len(found)} mutants, {len(survived)} not noticed.")
+    if not options.pack:
+        equivalent = {pack.name: mutants.of(pack)[0].equivalent for pack in chosen}
+        write_atomically(ROOT / "docs" / "mutants.md", mutants.table(found, equivalent))
+        out.print("written: docs/mutants.md", markup=False)
+    return common.SURPRISE if survived else common.OK

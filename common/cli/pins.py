@@ -1,0 +1,58 @@
+"""``pins``: which release to pin, what is wrong with the others, and constraints.txt."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from common.cli import common, report
+from common.errors import UserError
+from common.files import CACHE, write_atomically
+from common.install.releases import releases
+from common.publish import pins
+
+HELP = "say which release to pin and what is wrong with the others, and write constraints.txt"
+DESCRIPTION = """Say which release of each upstream to pin and what is wrong with the others, from the stored receipts, and write constraints
+for pip and uv."""
+
+
+def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:
+    parser.add_argument("upstream", nargs="*", help="e.g. liger-kernel (default: all that there are packs about)")
+    parser.add_argument("--json", action="store_true", help="the advice as JSON on standard output")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("constraints.txt"),
+        metavar="FILE",
+        help="where the constraints go (default: constraints.txt)",
+    )
+    common.results_option(parser)
+
+
+def call(options: argparse.Namespace, extra: list[str]) -> int:
+    out = report.console(stderr=options.json)
+    packs = common.about_upstreams(out)
+    known = sorted({pack.package for pack in packs})
+    if unknown := [name for name in options.upstream if name not in known]:
+        raise UserError(f"No pack is about {unknown[0]!r}; there are packs about {', '.join(known)}.")
+    stored = common.stored(options, packs, out)
+    advices = []
+    for package in options.upstream or known:
+        offered = None
+        try:
+            found, warning = releases(package, CACHE)
+            offered = {release.version: release.yanked for release in found}
+        except UserError as error:
+            warning = f"{error} So a release that was yanked or deleted is not known as such."
+        if warning:
+            common.warn(warning, out)
+        advices.append(pins.advise(package, packs, stored, offered=offered))
+    if options.json:
+        print(json.dumps([advice.to_dict() for advice in advices], indent=1, ensure_ascii=False))
+    else:
+        for line in (line for advice in advices for line in pins.text(advice)):
+            out.print(line, markup=False, soft_wrap=True)
+    write_atomically(options.output, pins.constraints(advices))
+    out.print(f"written: {report.where(options.output)}", markup=False)
+    return common.OK

@@ -1,0 +1,224 @@
+"""``run``: a pack on releases of its upstream, unpatched and patched, compared with what is recorded."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from common.cli import common, report
+from common.errors import UserError
+from common.files import CACHE, RESULTS, write_atomically
+from common.install import environment, lanes, releases, sources
+from common.install.releases import Release
+from common.packs.pack import Pack, find
+from common.run import overlay, pool, runner
+from common.run import plan as plans
+from common.run.plan import Plan
+from common.store import history
+
+HELP = "run a pack on releases of its upstream, unpatched and patched"
+DESCRIPTION = f"""{HELP.capitalize()}, and compare with what is recorded. Arguments of the pack's own script (--shape, --dtype, …)
+may follow and are handed to it."""
+
+
+def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:
+    # A nox session names the pack itself.
+    parser.add_argument("pack", help=argparse.SUPPRESS if session else "pack09, 09 or 9")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--releases",
+        "--release",
+        metavar="WHICH",
+        help="pinned (the default), all, or versions and specifiers: 0.6.5 or '>=0.6,<0.8'",
+    )
+    which.add_argument(
+        "--wheel",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="a wheel of the upstream package, or an sdist of plain Python; may be repeated",
+    )
+    which.add_argument(
+        "--release-path",
+        type=Path,
+        metavar="DIR",
+        help="a folder that holds the installed release (pip install --target DIR)",
+    )
+    parser.add_argument(
+        "--source", type=Path, metavar="DIR", help="a clone of the upstream, for a variant that is a commit of it"
+    )
+    parser.add_argument("--here", action="store_true", help="in the active environment: no nox, no network, nothing installed")
+    parser.add_argument(
+        "--patch",
+        type=Path,
+        metavar="DIFF",
+        help="judge this diff (a pull request under review) instead of the pack's fix",
+    )
+    parser.add_argument(
+        "--without", metavar="TRANSFORM", help="leave one transform of the fix out: the patched side must turn red"
+    )
+    parser.add_argument(
+        "--sandbox",
+        action="store_true",
+        help="run each script under bubblewrap: no network, your files out of sight, nothing to write (docs/security.md)",
+    )
+    parser.add_argument("--lane", help="this lane instead of the strongest that the machine allows")
+    parser.add_argument("--variant", help="arguments that the pack has a name for (see its pack.toml)")
+    common.pool_options(parser)
+    parser.add_argument("--record", action="store_true", help="keep the receipts in results/, as regress does")
+    parser.add_argument(
+        "--results", type=Path, metavar="DIR", help="where receipts go (default: .cache/runs/, or results/ with --record)"
+    )
+    parser.add_argument("--proofs", action="store_true", help="print the three proofs of every verdict, however many")
+    parser.add_argument("--picture", type=Path, metavar="SVG", help="also save what is printed as a picture")
+
+
+def call(options: argparse.Namespace, extra: list[str]) -> int:
+    pack = find(options.pack)
+    common.check(options)
+    if options.patch is not None and options.without is not None:
+        raise UserError("--without leaves out a part of the pack's own fix; it has no meaning beside --patch.")
+    variant, given = _arguments(pack, options.variant, extra)
+    own = pack.variants.get(variant)
+    lane = lanes.choose(pack, options.lane or (own.lane if own else None))
+    out = report.console()
+    if options.record and (pack.kind == "selftest" or options.patch or options.without):
+        raise UserError("--record is for a pack's own fix on releases: the self-test, --patch and --without make no record.")
+    results = options.results or (RESULTS if options.record else CACHE / "runs")
+    review = options.patch is not None or options.without is not None
+    if review:  # Verdicts on somebody's diff, or on a fix broken on purpose, are no record of the release.
+        named = options.patch.stem if options.patch else f"without-{options.without}"
+        results = results / "review" / overlay.plain_name(named)
+    jobs = options.jobs or plans.default_jobs(lane)
+    plan = plans.planned(
+        pack,
+        variant,
+        lane,
+        jobs=jobs,
+        patch=options.patch,
+        drop=options.without,
+        here=options.here,
+        wheels=_wheels(pack, variant, options, out),
+        release_path=options.release_path,
+        sandbox=options.sandbox,
+        results=results,
+        **({"machine": options.machine} if options.machine else {}),
+        **({} if own else {"arguments": given}),
+    )
+    chosen, warnings = _releases(plan, options.releases, out)
+    tool = bool(set(plan.arguments) & set(pack.tools))
+    if tool and options.releases is None:
+        chosen = chosen[-1:]  # the newest that the pack pins
+    if tool and len(chosen) != 1:
+        raise UserError(f"{' '.join(plan.arguments)} is for one release; --releases {options.releases} are {len(chosen)}.")
+    plan = replace(plan, several=len(chosen) > 1)
+    for warning in warnings:
+        common.warn(warning, out)
+    out.print(f"{pack.name} · {pack.title}", markup=False, style="bold")
+    needed = [] if plan.here or plan.release_path else [plan.pack.at(release.version) for release in chosen]
+    for each in {each.requires: each for each in needed}.values():
+        common.base(each, out)
+    if tool:
+        return _use(plan, chosen[0], out)
+    with pool.threads(jobs) as workers, report.Follow(2 * len(chosen), out) as follow:
+        out.print(f"{len(chosen)} release(s) of {pack.package}, both sides, lane {lane}, {workers.where}", markup=False)
+        rows, failures = runner.run_all([(plan, release) for release in chosen], workers, done=follow)
+    if failures and len(chosen) == 1:
+        raise UserError(failures[0].message)
+    for note in dict.fromkeys(note for row in rows for note in row.notes):
+        common.warn(f"{note}.", out)
+    for line in dict.fromkeys(line for row in rows for line in report.coverage(row)):
+        common.warn(line, out)
+    surprising = list(report.surprises(rows))
+    parts: list[RenderableType] = (
+        [report.proofs(rows, whole=options.proofs)] if options.proofs or len(rows) <= report.PROOFS else []
+    )
+    parts.append(report.table(rows, f"{pack.name} · {pack.package}" + (f" · {variant}" if variant else "")))
+    parts += report.claims(rows)
+    parts += surprising or ([Text("✓ Every verdict is what the pack expects.", "green")] if not failures else [])
+    if results != RESULTS and pack.kind != "selftest" and not review:
+        parts += report.compared(rows, history.load(RESULTS, [pack]))
+    for part in parts:
+        out.print(part)
+    if options.picture is not None:
+        write_atomically(options.picture, report.picture(parts, f"nox -s {pack.name}"))
+    for message in dict.fromkeys(failure.message for failure in failures):
+        common.complain(message)
+    broken = [row for row in rows if row.verdict.outcome == "INFRA" and not row.as_expected]
+    return common.USAGE if failures or broken else common.SURPRISE if surprising else common.OK
+
+
+def _wheels(pack: Pack, variant: str, options: argparse.Namespace, out: Console) -> dict[str, Path]:
+    """The files that are given in place of the index's, by version."""
+    own = pack.variants.get(variant)
+    given = list(options.wheel or ())
+    if own and own.source and not given and not options.here:
+        with report.waiting(f"{pack.name}: looking for commit {own.source[:10]} of {pack.upstream}", out):
+            given = [sources.wheel(pack, variant, options.source, CACHE)]
+    elif options.source:
+        named = ", ".join(n for n, v in pack.variants.items() if v.source) or "none"
+        raise UserError(f"--source goes with a --variant that is a commit; {pack.name} has: {named}.")
+    wheels: dict[str, Path] = {}
+    for wheel in given:
+        version = environment.read_wheel(wheel, pack.package)[1]
+        if version in wheels:
+            raise UserError(
+                f"--wheel was given two files of {pack.package} {version}: {wheels[version].name} and {wheel.name}."
+            )
+        wheels[version] = wheel.resolve()
+    return wheels
+
+
+def _use(plan: Plan, release: Release, out: Console) -> int:
+    """The pack's script as a tool, on one release, from the folder that the user is in."""
+    out.print(f"{plan.pack.package} {release.version}, lane {plan.lane}", markup=False)
+    done = runner.use(plan, release, Path(os.environ.get("REPRODUCER_CWD") or Path.cwd()))
+    return done if done in (common.OK, common.USAGE) else common.SURPRISE
+
+
+def _releases(plan: Plan, wanted: str | None, out: Console) -> tuple[list[Release], list[str]]:
+    """The releases to run, and warnings: from wheels, from where one is installed, or from the index."""
+    pack = plan.pack
+    if plan.wheels:
+        return [Release(version=version, file=wheel.name, sha256="") for version, wheel in plan.wheels.items()], []
+    if plan.here or plan.release_path:
+        if wanted:
+            raise UserError(
+                "--here runs the one release that is there: give others with --wheel or --release-path, not with --releases."
+            )
+        there = environment.here(pack.package, plan.cache, release_path=plan.release_path)
+        return [Release(version=there.version, file="", sha256="")], []
+    with report.waiting(f"{pack.name}: asking the package index for the releases of {pack.package}", out):
+        return releases.choose(pack, wanted, plan.cache)
+
+
+def _arguments(pack: Pack, variant: str | None, extra: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """The script's arguments and a name for them: they are part of what a receipt is about."""
+    if variant is not None and extra:
+        raise UserError(f"--variant {variant} already names the script's arguments: give either it or {' '.join(extra)}.")
+    if variant is not None:
+        if variant not in pack.variants:
+            known = ", ".join(pack.variants) or "none"
+            raise UserError(f"{pack.name} has no variant {variant!r}; it has: {known}.")
+        return variant, pack.variants[variant].arguments
+    takes = set(re.findall(r"add_argument\(\s*['\"](--[a-z-]+)", pack.script.read_text(encoding="utf-8")))
+    for word in extra:
+        if word.startswith("--") and word.partition("=")[0] not in takes:
+            raise UserError(
+                f"{word} is no option of this command ('--help' lists them), nor of {pack.name}'s script ({', '.join(sorted(takes)) or 'none'})."
+            )
+    if extra and not extra[0].startswith("--"):
+        raise UserError(f"{extra[0]!r} is not understood here: '--help' lists the options.")
+    if not extra:
+        return "", ()
+    # Words that differ in what a name cannot show are told apart by the hash.
+    told = hashlib.sha256("\0".join(extra).encode()).hexdigest()[:6]
+    return f"{re.sub(r'[^a-z0-9]+', '-', ' '.join(extra).lower()).strip('-')[:60]}-{told}", tuple(extra)

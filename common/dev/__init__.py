@@ -1,0 +1,1 @@
+"""For who works on this repository: benchmarks, and cutting GPU libraries to size."""

@@ -1,0 +1,250 @@
+"""Break every fix and blunt every trigger, and see that the pack notices: a mutant that stays green is a defect of the pack.
+
+Each mutant is a copy of the packs' folders with one of them changed, run on one release as the pack itself is. What to poison
+and how to blunt a trigger stands in the pack's ``mutants.toml``; docs/adding-a-pack.md says how.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec.toml
+from msgspec import Meta, Struct
+
+from common.errors import UserError
+from common.files import CACHE, PACKS
+from common.install import lanes
+from common.install.releases import choose
+from common.packs.pack import Pack, load
+from common.run import plan as plans
+from common.run import runner
+from common.transforms import Fix, Transform, load_fix
+
+#: What a poison does to an output: nothing (which must stay green), and what must turn the patched side red.
+POISONS = {
+    "same": "value",
+    "NaN": "value * float('nan')",
+    "zeros": "value * 0",
+    "sign": "-value",
+    "factor": "value * {factor}",
+}
+
+
+class Blunt(Struct, forbid_unknown_fields=True):
+    """Edits of the pack's scripts by which the trigger does not trigger, or a check does not check: text -> replacement."""
+
+    name: str
+    edits: dict[str, str]
+    file: str = "repro.py"
+    #: Which side has to turn red.
+    side: str = "unpatched"
+
+
+class Edit(Struct, forbid_unknown_fields=True):
+    """A wrong fix: text of fix.py -> replacement."""
+
+    name: str
+    edits: dict[str, str]
+
+
+class Mutants(Struct, forbid_unknown_fields=True):
+    """A pack's mutants.toml."""
+
+    #: The release that is run; the first that the pack pins and expects to be wrong, where it is not given.
+    release: str | None = None
+    #: Transforms without which the fix is still right, and why.
+    equivalent: dict[str, str] = {}
+    #: File below site-packages -> functions in it ("Class.method"), with the places of what they return: "f 0 2", or "f".
+    poison: dict[str, list[Annotated[str, Meta(pattern=r"^[\w.]+( \d+)*$")]]] = {}
+    #: Just over the limit of the pack's checks.
+    factor: float = 1.001
+    blunt: list[Blunt] = []
+    wrong: list[Edit] = []
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mutant:
+    """``side`` has to turn red; None for the mutant that changes nothing, which must stay green."""
+
+    kind: str
+    name: str
+    side: str | None
+    make: Callable[[Path], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    pack: str
+    kind: str
+    name: str
+    killed: bool
+    saw: str
+
+
+def of(pack: Pack) -> tuple[Mutants, list[Mutant]]:
+    """What a pack's mutants.toml says, and the mutants themselves."""
+    path = pack.folder / "mutants.toml"
+    try:
+        told = msgspec.toml.decode(path.read_bytes(), type=Mutants) if path.is_file() else Mutants()
+    except msgspec.DecodeError as error:
+        raise UserError(f"{pack.folder.name}/mutants.toml: {error}.") from error
+    return told, [*_dropped(pack, told), *_poisoned(told), *_wrong(told), *_blunted(told)]
+
+
+def _dropped(pack: Pack, told: Mutants) -> Iterator[Mutant]:
+    fix = load_fix(pack.fix) if pack.fix.is_file() else {}
+    names = dict.fromkeys(transform.name for transforms in fix.values() for transform in transforms)
+    if strange := sorted(set(told.equivalent) - set(names)):
+        raise UserError(f"{pack.folder.name}/mutants.toml: there is no transform {strange[0]!r} in its fix.")
+    for name in names:
+        if name not in told.equivalent:
+            yield Mutant(kind="dropped", name=name, side="patched", make=_appended(f"without(FIX, {name!r})"))
+
+
+def _poisoned(told: Mutants) -> Iterator[Mutant]:
+    for file, functions in told.poison.items():
+        for function in functions:
+            name, *places = function.split(" ")
+            for place in places or [""]:
+                for how, formula in POISONS.items():
+                    formula = formula.format(factor=told.factor)
+                    code = f"poisoned(FIX, {file!r}, {name!r}, {place!r}, {formula!r})"
+                    label = f"{name}{f'[{place}]' if place else ''}: {how}"
+                    yield Mutant(kind="poisoned", name=label, side=None if how == "same" else "patched", make=_appended(code))
+
+
+def _wrong(told: Mutants) -> Iterator[Mutant]:
+    for each in told.wrong:
+        yield Mutant(kind="wrong fix", name=each.name, side="patched", make=_edited("fix.py", each.edits))
+
+
+def _blunted(told: Mutants) -> Iterator[Mutant]:
+    for each in told.blunt:
+        yield Mutant(kind="blunted", name=each.name, side=each.side, make=_edited(each.file, each.edits))
+
+
+def _appended(expression: str) -> Callable[[Path], None]:
+    """Have fix.py end in another ``FIX``."""
+
+    def make(folder: Path) -> None:
+        with (folder / "fix.py").open("a", encoding="utf-8") as file:
+            file.write(f"\nfrom common.dev.mutants import poisoned, without  # noqa\n\nFIX = {expression}\n")
+
+    return make
+
+
+def _edited(name: str, edits: dict[str, str]) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        text = (folder / name).read_text(encoding="utf-8")
+        for old, new in edits.items():
+            if old not in text:
+                raise UserError(f"{folder.name}/mutants.toml: {name} does not hold {old!r}.")
+            text = text.replace(old, new)
+        (folder / name).write_text(text, encoding="utf-8")
+
+    return make
+
+
+def without(fix: Fix, name: str) -> Fix:
+    return {file: [t for t in transforms if t.name != name] for file, transforms in fix.items()}
+
+
+def poisoned(fix: Fix, file: str, function: str, place: str, formula: str) -> Fix:
+    """``fix``, and a wrapper around one function of ``file`` that puts ``formula`` of ``value`` in place of what it returns."""
+    owner, _, name = function.rpartition(".")
+    target = owner or "sys.modules[__name__]"
+    code = f"""
+
+def _poison(owner, name):
+    import functools, inspect
+    before = inspect.getattr_static(owner, name)
+    function = before.__func__ if isinstance(before, (staticmethod, classmethod)) else before
+
+    @functools.wraps(function)
+    def wrapped(*given, **named):
+        found = function(*given, **named)
+        place = {place!r}
+        change = lambda value: {formula} if value is not None else None
+        if place == "":
+            return change(found)
+        found = list(found)
+        found[int(place)] = change(found[int(place)])
+        return tuple(found)
+
+    setattr(owner, name, type(before)(wrapped) if isinstance(before, (staticmethod, classmethod)) else wrapped)
+
+
+import sys
+_poison({target}, {name!r})
+"""
+    more = Transform("poison", lambda source: source + code)
+    return {**fix, file: [*fix.get(file, ()), more]}
+
+
+def run(packs: Sequence[Pack], *, jobs: int, done: Callable[[Outcome], None]) -> list[Outcome]:
+    """Run every mutant of some packs; ``done`` is told of each as it ends."""
+    with tempfile.TemporaryDirectory(prefix="mutants-") as scratch, ThreadPoolExecutor(jobs) as executor:
+        place = Path(scratch)
+        work = [(pack, *of(pack)) for pack in packs]
+        futures = [
+            executor.submit(_run, pack, told, mutant, place / f"{i}", jobs)
+            for i, (pack, told, mutant) in enumerate((pack, told, m) for pack, told, mutants in work for m in mutants)
+        ]
+        found = []
+        for future in futures:
+            found.append(future.result())
+            done(found[-1])
+        return found
+
+
+def _run(pack: Pack, told: Mutants, mutant: Mutant, place: Path, jobs: int) -> Outcome:
+    # All packs: a fix may take edits from another's.
+    shutil.copytree(PACKS, place / "packs", ignore=shutil.ignore_patterns("__pycache__"))
+    folder = place / "packs" / pack.folder.name
+    mutant.make(folder)
+    changed = load(folder)
+    lane = lanes.choose(changed)
+    plan = plans.planned(changed, "", lane, jobs=jobs, results=place / "results", machine="mutants", cache=CACHE)
+    wrong = [v for v in pack.pinned if (e := pack.expectation(v)) and e.outcome == "REPRODUCED"]
+    wanted = told.release or (wrong[0] if wrong else pack.pinned[0])
+    release = choose(pack, wanted, CACHE)[0][0]
+    rows = {row.cell.side: row for row in runner.run_release(plan, release)}
+    shutil.rmtree(place, ignore_errors=True)
+    row = rows[mutant.side or "patched"]
+    green = all(each.as_expected for each in rows.values())
+    saw = re.sub(r"\s+", " ", str(row.verdict))
+    killed = green if mutant.side is None else not row.as_expected and row.verdict.outcome != "INFRA"
+    return Outcome(pack=pack.name, kind=mutant.kind, name=mutant.name, killed=killed, saw=saw)
+
+
+def table(found: Sequence[Outcome], equivalent: dict[str, dict[str, str]]) -> str:
+    """docs/mutants.md."""
+    kinds = ("dropped", "poisoned", "wrong fix", "blunted")
+    lines = [
+        "# Mutants",
+        "",
+        "Every fix broken and every trigger blunted, by `nox -s mutants`, which writes this page: each has to turn its side red. In",
+        "front of the poisons of each output stands a wrapper that changes nothing and has to stay green; it is not counted.",
+        "",
+        f"| pack | {' | '.join(kinds)} | left out, for it changes no result |",
+        f"|---|{'---|' * (len(kinds) + 1)}",
+    ]
+    counted = [outcome for outcome in found if not outcome.name.endswith(": same")]
+    for pack in dict.fromkeys(outcome.pack for outcome in found):
+        cells = []
+        for kind in kinds:
+            mine = [outcome for outcome in counted if (outcome.pack, outcome.kind) == (pack, kind)]
+            cells.append(f"{sum(outcome.killed for outcome in mine)} of {len(mine)} killed" if mine else "–")
+        why = "; ".join(f"`{name}`: {reason}" for name, reason in equivalent.get(pack, {}).items()) or "–"
+        lines.append(f"| {pack} | {' | '.join(cells)} | {why} |")
+    survivors = [outcome for outcome in found if not outcome.killed]
+    lines += ["", "## Survivors", ""]
+    lines += [f"- {o.pack}, {o.kind}, {o.name}: {o.saw}" for o in survivors] or ["None."]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,39 @@
+"""The skeleton of a new pack: it passes the contract tests, and says plainly that it shows nothing yet."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import jinja2
+
+from common.errors import UserError
+from common.files import PACKS, write_atomically
+from common.packs.pack import load
+
+
+def new_pack(number: int, slug: str, package: str, packs: Path = PACKS) -> list[Path]:
+    """Make ``packs/packNN_slug`` with repro.py, fix.py, pack.toml and README.md; returns their paths."""
+    if not 1 <= number <= 99:
+        raise UserError(f"A pack's number has two digits, 01 to 99, and {number} has not.")
+    if not re.fullmatch(r"[a-z0-9]+(?:_[a-z0-9]+)*", slug):
+        raise UserError(f"{slug!r} is not a slug: lower-case words joined by underscores, such as mimo_reduce.")
+    if not re.fullmatch(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?", package):
+        raise UserError(f"{package!r} is not a package's name.")
+    if taken := sorted(packs.glob(f"pack{number:02d}_*")):
+        raise UserError(f"Number {number:02d} is taken by {taken[0].name}; numbers are never reused.")
+    folder = packs / f"pack{number:02d}_{slug}"
+    templates = Path(__file__).parent / "templates" / "pack"
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(templates), undefined=jinja2.StrictUndefined, keep_trailing_newline=True
+    )
+    written = []
+    for template in sorted(templates.glob("*.j2")):
+        path = folder / template.stem
+        text = environment.get_template(template.name).render(
+            name=f"pack{number:02d}", package=package, module=package.replace("-", "_").replace(".", "_")
+        )
+        write_atomically(path, text)
+        written.append(path)
+    load(folder)
+    return written

@@ -1,0 +1,1 @@
+"""What is made of the stored runs: text to attach, advice, tables, feeds, pages."""

@@ -1,0 +1,172 @@
+"""Errors over releases, and peak memory over lengths, as SVGs that follow the reader's light or dark scheme."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from common.store.history import Seen, best, releases
+
+#: Colours that stand for CSS variables until the SVG is written; light and dark values of each.
+COLOURS = {
+    "#010203": ("--fg", "#1f2328", "#e6edf3"),
+    "#040506": ("--line", "#d0d7de", "#3d444d"),
+    "#0a0001": ("--bad", "#a40e26", "#ffa198"),
+    "#000a01": ("--good", "#116329", "#7ee787"),
+    "#00010a": ("--control", "#0550ae", "#79b8ff"),
+    "#0a0a01": ("--limit", "#6f4400", "#f2cc60"),
+}
+FG, LINE, BAD, GOOD, CONTROL, LIMIT = COLOURS
+
+
+def errors(runs: Sequence[Seen], title: str) -> str | None:
+    """An SVG of the relative errors of one pack on one machine, release by release on a log scale; None where fewer than two have
+    figures.
+
+    An error of zero is drawn at the lower edge, one that is not finite at the upper edge: a log scale has no place for them.
+    """
+    by_release = releases(runs)
+    sides = {
+        side: [(s.verdict if (s := best(both.get(side, ()))) else None) for both in by_release.values()]
+        for side in ("unpatched", "patched")
+    }
+    first, second = sides["unpatched"], sides["patched"]
+    told = [v is not None and v.limit is not None for v in first]
+    values = [
+        value
+        for verdict in (*first, *second)
+        if verdict is not None
+        for value in (verdict.bug_error, verdict.limit, verdict.control_error)
+        if value
+    ]
+    if not values or sum(told) < 2:
+        return None
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator
+
+    low, high = min(values) / 5, max(values) * 5
+    names = list(by_release)
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "reproducer", "font.family": "sans-serif", "font.size": 9}):
+        # Margins in inches, not matplotlib's own layout, which draws everything twice to find them.
+        width, height = max(8.0, min(18.0, 0.28 * len(names) + 2)), 3.8
+        below = 0.15 + 0.075 * max(map(len, names))
+        figure = Figure(figsize=(width, height))
+        axes = figure.add_axes((0.8 / width, below / height, 1 - 0.9 / width, 1 - (below + 0.6) / height))
+        series = (
+            ("as released", BAD, "x", [v.bug_error if v else None for v in first], told),
+            (
+                "with the fix",
+                GOOD,
+                "o",
+                [v.bug_error if v else None for v in second],
+                [v is not None and v.limit is not None for v in second],
+            ),
+            (
+                "control",
+                CONTROL,
+                "s",
+                [v.control_error if v else None for v in first],
+                [v is not None and v.control_error is not None for v in first],
+            ),
+        )
+        for label, colour, marker, errors_of, there in series:
+            points = [
+                (i, high if error is None else max(error, low))
+                for i, (error, t) in enumerate(zip(errors_of, there, strict=True))
+                if t
+            ]
+            if points:
+                axes.plot(
+                    *zip(*points, strict=True),
+                    marker,
+                    color=colour,
+                    label=label,
+                    markersize=9 if marker == "o" else 5,
+                    fillstyle="none" if marker != "x" else None,
+                )
+        limits = [v.limit if v and v.limit else float("nan") for v in first]
+        axes.step(range(len(names)), limits, where="mid", color=LIMIT, label="limit", linewidth=1.5)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.set_ylim(low / 2, high * 2)
+        axes.set_xlim(-0.7, len(names) - 0.3)
+        step = max(1, len(names) // 60)
+        axes.set_xticks(range(0, len(names), step), names[::step], rotation=90)
+        axes.set_ylabel("relative error", color=FG)
+        return _finished(figure, axes, title)
+
+
+def peaks(runs: Iterable[Seen], title: str) -> str | None:
+    """An SVG of the peak memory (GiB) that a patched run measured over lengths, in its metric ``peak_gib``; None without such a run.
+
+    The metric is ``{"1024": {"fused": 0.02, "unfused": 0.5}, …}``, with null for out of memory, drawn as a gap.
+    """
+    found = next((peak for seen in runs if (peak := _peaks(seen))), None)
+    if found is None:
+        return None
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator
+
+    lengths = sorted(found, key=int)
+    ways = sorted({way for row in found.values() for way in row})
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "reproducer", "font.family": "sans-serif", "font.size": 9}):
+        figure = Figure(figsize=(8.0, 3.8))
+        axes = figure.add_axes((0.1, 0.15, 0.88, 0.68))
+        for way, colour, marker in zip(ways, (GOOD, BAD, CONTROL, LIMIT), "osx^", strict=False):
+            values = [found[length].get(way) for length in lengths]
+            axes.plot(
+                [int(length) for length in lengths],
+                [v or float("nan") for v in values],
+                f"{marker}-",
+                color=colour,
+                label=way.replace("$", r"\$"),
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks([int(length) for length in lengths], lengths)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.set_xlabel("S", color=FG)
+        axes.set_ylabel("peak memory, GiB", color=FG)
+        return _finished(figure, axes, title)
+
+
+def _peaks(seen: Seen) -> dict[str, dict[str, float | None]]:
+    if not seen.cell.variant or seen.side != "patched" or seen.outcome != "ABSENT":
+        return {}
+    metric = seen.document().facts.metrics.get("peak_gib")
+    rows = list(metric.items()) if isinstance(metric, dict) else []
+    sound = all(
+        name.isdecimal() and isinstance(row, dict) and all(v is None or isinstance(v, int | float) for v in row.values())
+        for name, row in rows
+    )
+    return dict(rows) if sound else {}
+
+
+def _finished(figure: Any, axes: Any, title: str) -> str:
+    axes.set_title(title.replace("$", r"\$"), color=FG, loc="left", fontsize=10)
+    axes.grid(axis="y", color=LINE, linewidth=0.6)
+    axes.tick_params(colors=FG, which="both")
+    for spine in axes.spines.values():
+        spine.set_color(LINE)
+    figure.legend(loc="upper right", ncols=4, frameon=False, labelcolor=FG)
+    figure.patch.set_alpha(0)
+    axes.patch.set_alpha(0)
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    return _themed(buffer.getvalue())
+
+
+def _themed(svg: str) -> str:
+    for colour, (name, _, _) in COLOURS.items():
+        svg = svg.replace(colour, f"var({name})")
+    light, dark = ("".join(f"{c[0]}:{c[i]};" for c in COLOURS.values()) for i in (1, 2))
+    style = f"<style>:root{{{light}}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}</style>"
+    svg = re.sub(r"<\?xml.*?\?>\s*|<!DOCTYPE.*?>\s*", "", svg, flags=re.DOTALL)
+    return re.sub(r"(<svg[^>]*>)", rf"\1{style}", svg, count=1)

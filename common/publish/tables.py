@@ -1,0 +1,90 @@
+"""The generated files in git: the table of README.md between ``<!-- packs -->`` and ``<!-- /packs -->``, results/README.md,
+results/timeline.json, docs/schemas/, the badges and the report block of each script. Lint checks that they are up to date.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import msgspec
+
+from common.files import PACKS, ROOT, write_atomically
+from common.packs import reportblock
+from common.packs.pack import Pack, all_packs
+from common.publish import pins, timeline
+from common.store import history, receipt
+from common.store.cell import order
+from common.store.grade import strength
+from common.store.history import History, strongest
+
+
+def update(*, check: bool = False, root: Path = ROOT, packs: Path = PACKS) -> list[str]:
+    """Bring the generated files up to date (or only look); returns those that were not."""
+    found = all_packs(packs)
+    results = root / "results"
+    stored = history.load(results, found)
+    readme = re.sub(
+        r"(<!-- packs -->\n).*?(<!-- /packs -->)",
+        lambda match: f"{match[1]}{pack_table(found, stored)}{match[2]}",
+        (root / "README.md").read_text(encoding="utf-8"),
+        flags=re.DOTALL,
+    )
+    wanted = {
+        root / "README.md": readme,
+        results / "README.md": timeline.markdown(found, stored),
+        results / "timeline.json": json.dumps(
+            msgspec.to_builtins(timeline.document(found, stored)), indent=1, ensure_ascii=False
+        )
+        + "\n",
+        **{
+            results / "badges" / f"{advice.package}.svg": pins.badge(advice)
+            for advice in (pins.advise(package, found, stored) for package in sorted({pack.package for pack in found}))
+            if advice.releases
+        },
+    }
+    for name, kind in (("receipt", receipt.Receipt), ("timeline", timeline.Timeline)):
+        wanted[root / "docs" / "schemas" / f"{name}.json"] = json.dumps(msgspec.json.schema(kind), indent=2) + "\n"
+    wanted |= reportblock.written(sorted(packs.glob("*/*.py")))
+    old = [path for path, text in wanted.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+    for path in old if not check else ():
+        write_atomically(path, wanted[path])
+    return [os.path.relpath(path, root) for path in old]
+
+
+def pack_table(packs: list[Pack], stored: History) -> str:
+    """Packs, what they are about and what the stored receipts say of the newest release."""
+    lines = ["| pack | upstream | what breaks | wrong in | newest release seen | evidence |", "|---|---|---|---|---|---|"]
+    for pack in packs:
+        commits = [name for name, variant in pack.variants.items() if variant.source and variant.verdict == "REPRODUCED"]
+        wrong = ", ".join([*(f"`{found}`" for found in wrong_ranges(pack)), *(f"commit {name}" for name in commits)])
+        link = f"[{pack.name}](packs/{pack.folder.name}/README.md)"
+        lines.append(f"| {link} | {pack.package} | {pack.title} | {wrong or '–'} | {' | '.join(_newest(pack, stored))} |")
+    return "\n".join(lines) + "\n"
+
+
+def wrong_ranges(pack: Pack) -> list[str]:
+    """The ranges of releases that are wrong; where one begins as another ends, for another reason, they are one."""
+    ranges: list[str] = []
+    for expected in pack.expected:
+        lower, _, upper = expected.range.partition(",")
+        if expected.outcome != "REPRODUCED":
+            continue
+        if ranges and lower.startswith(">=") and ranges[-1].endswith(f",<{lower[2:]}"):
+            start = ranges.pop().rpartition(",")[0]
+            ranges.append(f"{start},{upper}" if upper else start)
+        else:
+            ranges.append(expected.range)
+    return ranges
+
+
+def _newest(pack: Pack, stored: History) -> tuple[str, str]:
+    runs = stored.of(pack.name, pack.package)
+    fresh = [seen for seen in runs if seen.side == "unpatched" and not seen.stale]
+    if not fresh:
+        return "no fresh receipt" if pack.kind != "selftest" else "–", "–"
+    newest = max(order(seen.version) for seen in fresh)
+    seen = max((s for s in fresh if order(s.version) == newest), key=lambda s: strength(s.evidence))
+    return f"{seen.version}: {seen.outcome}", strongest([seen])

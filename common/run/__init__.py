@@ -1,0 +1,1 @@
+"""One run: overlay, process, verdict, receipt; many at a time, and what changed."""

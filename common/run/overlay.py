@@ -1,0 +1,324 @@
+"""The patched side: a copy of a release's files with a fix applied, to be put first on PYTHONPATH.
+
+The installed release is never changed. The unified diff between the two is an output.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from common.errors import AnchorError, UserError
+from common.install.integrity import distribution
+from common.transforms import Fix, Transform
+
+
+def drop(fix: Fix, name: str) -> Fix:
+    """``fix`` without the transform ``name``: the patched side must then turn red."""
+    if name not in [t.name for transforms in fix.values() for t in transforms]:
+        raise UserError(f"There is no transform {name!r} in this fix.")
+    return {file: [t for t in transforms if t.name != name] for file, transforms in fix.items()}
+
+
+def apply_fix(fix: Fix, site: Path, overlay: Path) -> str:
+    """Copy what ``fix`` touches from ``site`` to ``overlay``, transform it, return the unified diff.
+
+    Raises `AnchorError`, naming file and anchor, where the release's source is not what the fix expects.
+    """
+    with _fresh(overlay):
+        _copy(site, overlay, {PurePosixPath(file).parts[0] for file in fix})
+        for file, transforms in fix.items():
+            _transform(overlay / file, file, transforms)
+    return diff(site, overlay)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patched:
+    """What somebody's diff came to: the diff of the release's files, and which of its files it is made of.
+
+    ``skipped`` are no part of the release (tests, docs); ``unsupported`` are, or would be compiled into it, and could not be
+    applied, so that nothing can be said of the whole.
+    """
+
+    diff: str
+    applied: tuple[str, ...]
+    skipped: tuple[str, ...]
+    unsupported: tuple[str, ...]
+
+
+def apply_patch(patch: Path, package: str, version: str, prefix: str, site: Path, overlay: Path) -> Patched:
+    """Like `apply_fix`, with somebody else's diff (``git diff``, ``git format-patch``, ``diff -u``) in place of a fix.
+
+    ``prefix`` is the folder of the upstream's repository that holds its package ("src/"); paths below it, and paths as they are
+    installed, are the release's. Raises `UserError` where the diff cannot be judged on this release.
+    """
+    try:
+        text = patch.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{patch} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{patch} is not a unified diff: it is not text.") from error
+    changes = list(_changes(text))
+    if not changes:
+        raise UserError(f"{patch} holds no unified diff: make one with 'git diff' or 'diff -u'.")
+    if links := [change.new or change.old for change in changes if change.link]:
+        raise UserError(f"{patch} makes a symbolic link of {links[0]}, which no release holds: take it out of the diff.")
+    shipped = {PurePosixPath(str(f)).parts[0] for f in distribution(package, site).files or [] if not _is_metadata(str(f))}
+    sorted_out: dict[str, list[str]] = {"applied": [], "skipped": [], "unsupported": []}
+    with _fresh(overlay):
+        _copy(site, overlay, shipped)
+        for change in changes:
+            kind = _kind(change, prefix, shipped, overlay)
+            if kind == "applied":
+                _git_apply(patch, f"{package} {version}", change, prefix, overlay)
+            name = change.new or change.old
+            if name not in sorted_out[kind]:  # A series of commits may touch a file many times.
+                sorted_out[kind].append(name)
+        if links := [path.name for path in overlay.rglob("*") if path.is_symlink()]:
+            raise UserError(f"{patch} makes a symbolic link of {links[0]}, which no release holds: take it out of the diff.")
+        made = diff(site, overlay)
+        if not sorted_out["applied"]:
+            names = ", ".join(dict.fromkeys(change.new or change.old for change in changes))
+            raise UserError(
+                f"{patch} changes no file of {package} that can be applied: its Python files are below "
+                f"{', '.join(f'{prefix}{top}' for top in sorted(shipped)[:3])}, and it names {names[:300]}."
+            )
+        if not made:
+            raise UserError(f"{patch} changes nothing in {package} {version}: what it does is there already.")
+    return Patched(
+        diff=made,
+        applied=tuple(sorted_out["applied"]),
+        skipped=tuple(sorted_out["skipped"]),
+        unsupported=tuple(sorted_out["unsupported"]),
+    )
+
+
+def plain_name(name: str) -> str:
+    """A name for a file or folder made from somebody's: no path, no hidden file, nothing that a shell or Markdown reads."""
+    return re.sub(r"[^A-Za-z0-9._+-]+", "-", name)[:100].strip(".-+_") or "patch"
+
+
+def diff(site: Path, overlay: Path) -> str:
+    """Unified diff, with ``a/`` and ``b/`` prefixes, of the overlay's text files against the release's; deletions, too."""
+    parts: list[str] = []
+    tops = [entry.name for entry in overlay.iterdir()]
+    names = {p.relative_to(overlay).as_posix() for p in overlay.rglob("*") if p.is_file()}
+    names |= {p.relative_to(site).as_posix() for top in tops for p in (site / top).rglob("*") if p.is_file()}
+    for name in sorted(name for name in names if not name.endswith(".pyc")):
+        old, new = site / name, overlay / name
+        before, after = (path.read_bytes() if path.exists() else b"" for path in (old, new))
+        if before == after and old.exists() == new.exists():
+            continue
+        if not before and not after:  # An empty file that is new or gone has no hunk to be seen by.
+            parts.append(f"diff --git a/{name} b/{name}\n{'deleted' if old.exists() else 'new'} file mode 100644\n")
+            continue
+        lines = difflib.unified_diff(
+            _lines(before),
+            _lines(after),
+            f"a/{name}" if old.exists() else "/dev/null",
+            f"b/{name}" if new.exists() else "/dev/null",
+        )
+        parts += [line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines]
+    return "".join(parts)
+
+
+def _lines(data: bytes) -> list[str]:
+    """Lines as diff and git know them: only a line feed ends one."""
+    return re.findall(r"[^\n]*\n|[^\n]+", data.decode("utf-8", "replace"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Change:
+    """One file of a diff: its path before and after ("" where it is not there), and its text for git."""
+
+    old: str
+    new: str
+    text: str
+    binary: bool = False
+    link: bool = False
+
+
+def _changes(text: str) -> Iterator[_Change]:
+    """The files of a diff as git writes it, or as ``diff -u`` does."""
+    if not re.search(r"^diff --git ", text, re.MULTILINE):
+        import unidiff
+
+        try:
+            for file in unidiff.PatchSet(text):
+                old, new = (re.sub(r"^[ab]/", "", str(name).split("\t")[0]) for name in (file.source_file, file.target_file))
+                yield _Change(old="" if old == "/dev/null" else old, new="" if new == "/dev/null" else new, text=str(file))
+        except unidiff.UnidiffParseError as error:
+            raise UserError(f"The diff is not whole: {str(error).splitlines()[0]}.") from error
+        return
+    before, *parts = re.split(r"^(?=diff --git )", text, flags=re.MULTILINE)
+    for part in (before, *parts):
+        if re.search(r"^diff --(?:cc|combined) |^@@@ ", part, re.MULTILINE):
+            raise UserError(
+                "The diff is a combined one, of a merge: make it with 'git diff BASE HEAD', which compares two trees."
+            )
+    if _has_more(before):
+        raise UserError("The diff mixes 'git diff' with plain parts, which would be lost: make it with one command.")
+    for part in parts:
+        head = re.split(r"^@@ ", part, maxsplit=1, flags=re.MULTILINE)[0]
+        same = re.match(r'diff --git "?a/(.*?)"? "?b/(.*?)"?$', head, re.MULTILINE)
+        if same is None:
+            first = part.splitlines()[0]
+            raise UserError(f"The diff has a part whose paths do not begin with a/ and b/ ({first}): make it with 'git diff'.")
+        if _has_more(_after_hunks(part)):
+            raise UserError(
+                f"The diff has lines after the changes of {same[2]} that are no part of them: make it with one 'git diff'."
+            )
+        old, new = same[1], same[2]
+        if renamed := re.search(r"^(?:rename|copy) from (.*)\n(?:rename|copy) to (.*)$", head, re.MULTILINE):
+            old, new = renamed[1], renamed[2]
+        yield _Change(
+            old="" if re.search(r"^new file mode|^copy from", head, re.MULTILINE) else old,
+            new="" if re.search(r"^deleted file mode", head, re.MULTILINE) else new,
+            text=part,
+            binary=bool(re.search(r"^Binary files |^GIT binary patch|mode 160000|^index \S+ 160000$", head, re.MULTILINE))
+            or '"' in head.splitlines()[0],
+            link=bool(re.search(r"mode 120000$|^index \S+ 120000$", head, re.MULTILINE)),
+        )
+
+
+def _has_more(text: str) -> bool:
+    """Whether text that should hold no change begins one."""
+    return bool(re.search(r"^--- \S.*\n\+\+\+ \S|^diff -", text, re.MULTILINE))
+
+
+def _after_hunks(part: str) -> str:
+    """What follows the last hunk of one file, by the lengths that the hunks give themselves."""
+    lines = part.split("\n")
+    at = next((i for i, line in enumerate(lines) if line.startswith("@@ ")), len(lines))
+    while at < len(lines) and (hunk := re.match(r"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@", lines[at])):
+        old, new = (1 if count is None else int(count) for count in hunk.groups())
+        at += 1
+        while at < len(lines) and (old > 0 or new > 0 or lines[at].startswith("\\")):
+            sign = lines[at][:1]
+            old -= sign in (" ", "-", "")
+            new -= sign in (" ", "+", "")
+            at += 1
+    return "\n".join(lines[at:])
+
+
+#: What a release that is installed does not hold and does not depend on. Anything else that is left out would matter.
+_ASIDE = re.compile(
+    r"(?:.*/)?(?:tests?|testing|docs?|examples?|benchmarks?|scripts|ci|notebooks?|media|images|assets|\.[^/]+)/.*"
+    r"|(?:.*/)?[^/]*\.(?:md|rst|ipynb|png|jpe?g|gif|svg|ya?ml)"
+    r"|(?:setup|conftest|noxfile)\.py|(?:pyproject|uv)\.toml|setup\.cfg|tox\.ini|uv\.lock|Makefile|requirements[^/]*\.txt"
+    r"|LICENSE[^/]*|CHANGELOG[^/]*|AUTHORS|NOTICE|CODEOWNERS|VERSION|\.[^/]+"
+)
+
+
+def _kind(change: _Change, prefix: str, shipped: set[str], overlay: Path) -> str:
+    """Whether a file of a diff is "applied", "skipped" as no part of the release, or "unsupported"."""
+    places = [_place(name, prefix, shipped) for name in (change.old, change.new) if name]
+    name = change.new or change.old
+    if not any(places):
+        return "skipped" if _ASIDE.fullmatch(name) and not change.binary else "unsupported"
+    before = _place(change.old, prefix, shipped) if change.old else ""
+    there = bool(before) and (overlay / str(before)).is_file()
+    if change.binary or not all(places):
+        return "unsupported"
+    if not there and not name.endswith((".py", ".pyi", ".json", ".txt", ".md")):
+        return "unsupported"  # Sources of compiled code, mostly.
+    if change.old and not there:
+        # A part of the repository that this release does not hold, or a file that is gone, which git will say.
+        return "applied" if change.new and (overlay / str(before)).parent.is_dir() else "skipped"
+    # A module at the top cannot be hidden by an overlay that lacks it.
+    return "unsupported" if not change.new and before and "/" not in before else "applied"
+
+
+def _place(name: str, prefix: str, shipped: set[str]) -> str | None:
+    """Where a path of the upstream's repository is installed; None for one that is no part of the package."""
+    if prefix and name.startswith(prefix):
+        return name[len(prefix) :]
+    return name if PurePosixPath(name).parts[0] in shipped else None
+
+
+def _transform(path: Path, file: str, transforms: Sequence[Transform]) -> None:
+    if not path.is_file():
+        if transforms and all(transform.optional for transform in transforms):
+            return
+        raise AnchorError(f"{file}: the release has no such file")
+    source = path.read_text(encoding="utf-8")
+    for transform in transforms:
+        try:
+            source = transform(source)
+        except AnchorError as error:
+            raise AnchorError(f"{file}: {error}") from error
+    try:
+        compile(source, file, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        raise AnchorError(f"{file}: the transformed source is not valid Python (line {error.lineno}: {error.msg})") from error
+    path.write_text(source, encoding="utf-8")
+
+
+@contextmanager
+def _fresh(overlay: Path) -> Iterator[None]:
+    """An empty ``overlay``, and none at all when the block fails: a half-made one would run as if it were whole."""
+    shutil.rmtree(overlay, ignore_errors=True)
+    overlay.mkdir(parents=True)
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(overlay, ignore_errors=True)
+        raise
+
+
+def _copy(site: Path, overlay: Path, names: set[str]) -> None:
+    for name in sorted(names):
+        source = site / name
+        if source.is_dir():
+            shutil.copytree(source, overlay / name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+        elif source.is_file():
+            shutil.copy2(source, overlay / name)
+
+
+def _is_metadata(path: str) -> bool:
+    first = PurePosixPath(path).parts[0]
+    return first.endswith((".dist-info", ".data")) or first in ("..", "__pycache__") or first.endswith(".pth")
+
+
+def _git_apply(patch: Path, release: str, change: _Change, prefix: str, overlay: Path) -> None:
+    """Let git apply one file's hunks (it allows moved lines, not changed context); `UserError` when it will not."""
+    git = shutil.which("git")
+    if git is None:
+        raise UserError("--patch needs git to apply a diff: install git, or apply the diff yourself and use --release-path.")
+    name = change.old or change.new
+    strip = 1 + (prefix.count("/") if prefix and name.startswith(prefix) else 0)
+    text = change.text
+    if not text.startswith("diff --git"):  # As diff -u names them: nothing but a path to strip.
+        text = re.sub(r"^(---|\+\+\+) (?!/dev/null)(?:[ab]/)?", r"\1 x/", text, count=2, flags=re.MULTILINE)
+
+    def apply(*options: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [git, "apply", f"-p{strip}", "--whitespace=nowarn", *options, "-"],
+            input=text,
+            text=True,
+            cwd=overlay,
+            capture_output=True,
+            # Inside a checkout git would take the paths as the checkout's own and pass over them without a word.
+            env={
+                **{name: value for name, value in os.environ.items() if not name.startswith("GIT_")},
+                "GIT_CEILING_DIRECTORIES": str(overlay.parent),
+                "LC_ALL": "C",
+            },
+        )
+
+    done = apply()
+    if done.returncode:
+        if apply("--reverse", "--check").returncode == 0:
+            raise UserError(f"{patch} is contained in {release} already: {name} has its change.")
+        said = [line.removeprefix("error: ") for line in done.stderr.strip().splitlines() if line.startswith("error: ")]
+        why = "; ".join(said[:2]) or f"git apply exited with {done.returncode}"
+        raise UserError(
+            f"{patch} does not apply to {release}: {why}. Take a diff made against it, or choose another --release."
+        )

@@ -1,0 +1,489 @@
+"""Run cells: environment, overlay, subprocess, log, verdict, receipt. Knows nothing of any pack's subject."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import as_completed
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from msgspec import UNSET
+
+from common import __version__, transforms
+from common.errors import AnchorError, InfraError, UserError, writing
+from common.files import ROOT, locked, write_atomically
+from common.install import environment as environments
+from common.install import integrity, lanes, machine
+from common.install.environment import Environment, InstallError
+from common.install.releases import Release, built_wheels, fits
+from common.packs.pack import Pack
+from common.process import Ended, kill_marked, run
+from common.run import execute, overlay
+from common.run.plan import Failure, Plan, Row, Task, expected, skipped
+from common.run.pool import Pool
+from common.scrub import Scrubber, allowed_env, plain
+from common.store import receipt
+from common.store.cell import Cell
+from common.store.grade import Verdict, grade
+
+
+def run_all(
+    tasks: Sequence[Task], pool: Pool, *, done: Callable[[Row | Failure], None] = lambda row: None
+) -> tuple[list[Row], list[Failure]]:
+    """Both sides of each release; ``done`` is told of each row as it is there. A release that fails stops no other.
+
+    On Ctrl-C whatever runs is killed, and what is finished has its receipt.
+    """
+    ended: dict[int, list[Row] | Failure] = {}
+    # Threads tell of each side as it ends; from another process the rows of a release come together.
+    given: dict[str, Any] = {"stop": pool.stop, "done": done} if pool.stop else {}
+    futures = {pool.executor.submit(run_release, plan, release, **given): i for i, (plan, release) in enumerate(tasks)}
+    try:
+        for future in as_completed(futures):
+            i = futures[future]
+            try:
+                ended[i] = rows = future.result()
+                for row in rows if not given else ():
+                    done(row)
+            except Exception as error:
+                plan, release = tasks[i]
+                ended[i] = failure = Failure(cell=plan.cell(release), message=_sentence(error))
+                done(failure)
+    except BaseException:
+        pool.cancel()
+        raise
+    in_order = [ended[i] for i in sorted(ended)]
+    return [row for rows in in_order if isinstance(rows, list) for row in rows], [f for f in in_order if isinstance(f, Failure)]
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, UserError):
+        return plain(str(error), None)
+    place = traceback.extract_tb(error.__traceback__)[-1:]
+    at = f" at {Path(place[0].filename).name}:{place[0].lineno}" if place else ""
+    return f"{type(error).__name__}: {plain(str(error))}{at} (a fault of the runner, or of the machine)."
+
+
+def run_release(
+    plan: Plan,
+    release: Release,
+    *,
+    stop: threading.Event | None = None,
+    done: Callable[[Row], None] = lambda row: None,
+) -> list[Row]:
+    """Both sides of one release, the unit of work of every pool."""
+    sweep(plan.cache)
+    unpatched = _side(plan, release, "unpatched", stop=stop)
+    done(unpatched)
+    patched = _side(plan, release, "patched", unpatched, stop=stop)
+    done(patched)
+    return [unpatched, patched]
+
+
+def use(plan: Plan, release: Release, folder: Path) -> int:
+    """A pack's script as a tool on one release, from the user's ``folder``, on this terminal; its exit code."""
+    cell = plan.cell(release, "unpatched")
+    with writing(plan.cache), ExitStack() as held:
+        place = held.enter_context(_folder(plan.cache, cell))
+        try:
+            there, _ = _hold(plan, release, held, None)
+        except InstallError as error:
+            raise UserError(f"{cell.dist} {cell.version} cannot be installed: {error}") from error
+        return subprocess.run(
+            execute.command(plan, there), env=execute.environ(plan, cell, there, place), cwd=folder
+        ).returncode
+
+
+def sweep(cache: Path) -> None:
+    """Clear away what killed runs left, processes and folders, and note for `killed` which cells they were at."""
+    for folder in cache.glob("cells/*/"):
+        try:
+            with locked(folder.with_suffix(".lock"), wait=False):
+                if (folder / "cell").is_file():
+                    kill_marked(folder.name)
+                    (folder / "cell").replace(folder.with_suffix(".killed"))
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.with_suffix(".lock").unlink(missing_ok=True)
+        except BlockingIOError:  # It is being run.
+            continue
+
+
+def killed(cache: Path) -> list[str]:
+    """The cells whose runs were found killed since this was last asked.
+
+    A worker of a cluster cannot return them: the cluster may compute again, and drop, what a lost worker had returned.
+    """
+    sweep(cache)
+    found = []
+    for note in cache.glob("cells/*.killed"):
+        with suppress(FileNotFoundError):  # Another call has said it.
+            found.append(note.read_text(encoding="utf-8"))
+            note.unlink()
+    return sorted(found)
+
+
+@contextmanager
+def _folder(cache: Path, cell: Cell) -> Iterator[Path]:
+    """A folder for one run, held for as long as we live: whoever finds it not held knows that its run was killed."""
+    # Short, for sockets are made below it, and their paths may have 107 characters.
+    place = cache.resolve() / "cells" / uuid.uuid4().hex[:12]
+    with locked(place.with_suffix(".lock")):
+        try:
+            for folder in ("overlay", "home", "tmp"):
+                (place / folder).mkdir(parents=True)
+            (place / "cell").write_text(str(cell), encoding="utf-8")
+            yield place
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+            place.with_suffix(".lock").unlink(missing_ok=True)
+
+
+def _side(
+    plan: Plan,
+    release: Release,
+    side: str,
+    before: Row | None = None,
+    *,
+    stop: threading.Event | None,
+) -> Row:
+    cell = plan.cell(release, side)
+    started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    with writing(plan.cache), ExitStack() as held:
+        place = held.enter_context(_folder(plan.cache, cell))
+        try:
+            ran = _attempt(plan, release, cell, place, before, held, stop)
+        except InfraError as error:
+            ran = _Ran(closing={"exit": None, "stopped": "infra", "reason": "install", "message": str(error)})
+        scrub = _scrubber(plan, place, ran.environment)
+        log = _log(plan, cell, ran, scrub)
+        verdict = grade(log)
+        row = _row(plan, release, cell, ran, verdict)
+        if verdict.outcome == "INFRA":  # What was stored before stays as it is.
+            return row
+        document = _receipt(plan, release, cell, ran, verdict, log, started)
+    return replace(row, receipt=receipt.write(plan.results, cell, log, document, machine=plan.machine))
+
+
+def _receipt(plan: Plan, release: Release, cell: Cell, ran: _Ran, verdict: Verdict, log: str, started: str) -> receipt.Receipt:
+    name, sha256 = receipt.log_name(cell, log)
+    closing, there = ran.closing, ran.environment
+    installed = there.distributions() if there else []
+    versions = {each["name"]: each["version"] for each in installed}
+    return receipt.made(
+        verdict,
+        subject=_subject(plan, release, cell, there),
+        hashes=plan.pack.at(release.version).hashes(cell.side, lanes.files(plan.lane), plan.variant),
+        runner=__version__,
+        **asdict(cell),
+        lane=plan.lane,
+        command=ran.command,
+        exit=closing.get("exit"),
+        signal=closing.get("signal"),
+        stopped=closing.get("stopped"),
+        started=started,
+        seconds=closing.get("seconds", 0.0),
+        peak_rss=closing.get("peak_rss", 0),
+        log=receipt.Log(name=name, sha256=sha256, cut=closing.get("cut", 0)),
+        patch=receipt.Patch(**{key: value for key, value in ran.patch.items() if key != "unpatched"}) if ran.patch else None,
+        sandbox=plan.sandbox or UNSET,
+        environment=receipt.Surroundings(
+            python=platform.python_version(),
+            platform=f"{platform.system()} {platform.machine()}",
+            torch=versions.get("torch"),
+            triton=versions.get("triton"),
+            cuda=there.cuda() if there else None,
+            gpus=[dict(device) for device in machine.gpu()],
+            settings=dict(ran.settings),
+            distributions=[receipt.Distribution(**each) for each in installed],
+        ),
+    )
+
+
+def _row(plan: Plan, release: Release, cell: Cell, ran: _Ran, verdict: Verdict) -> Row:
+    wanted, why = expected(plan, release.version, cell.side)
+    message = str(ran.closing.get("message", ""))
+    if verdict.outcome == "INFRA" and not message:
+        message = _INFRA.get(verdict.reason, "the run was ended from outside, which says nothing of the release: run it again")
+    return Row(
+        cell=cell,
+        verdict=verdict,
+        expected=wanted,
+        why=why,
+        seconds=sum(float(each.get("seconds", 0.0)) for each in (ran.closing, ran.closing.get("validate", {}))),
+        receipt=None,
+        ran=ran.closing.get("stopped") not in ("nothing-to-patch", "skipped"),
+        environment=ran.environment,
+        message=message,
+        patch=ran.patch,
+        notes=ran.notes,
+    )
+
+
+#: What to say of a run that says nothing of its release.
+_INFRA = {
+    "SIGKILL": "the run was killed from outside, perhaps by a system short of memory: run it again",
+    "lost": "the process that watches over the run was killed: run it again",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Ran:
+    """What one try at a cell came to; all that is needed for its log and its receipt, free of private words."""
+
+    closing: Mapping[str, Any]
+    output: str = ""
+    #: How many of its lines are repro.py's, where validate.py was run after it.
+    lines: int | None = None
+    validate: bool = False
+    environment: Environment | None = None
+    command: list[str] = field(default_factory=list)
+    settings: Mapping[str, str] = field(default_factory=dict)
+    patch: dict[str, Any] | None = None
+    notes: tuple[str, ...] = ()
+
+
+def _attempt(
+    plan: Plan,
+    release: Release,
+    cell: Cell,
+    place: Path,
+    before: Row | None,
+    held: ExitStack,
+    stop: threading.Event | None,
+) -> _Ran:
+    """Install, overlay, execute: each hands its result to the next, and what cannot go on says how it ended."""
+    ended: dict[str, Any] | None = None if before is None else skipped(before.verdict, plan, release.version)
+    if before is not None and ended is not None:  # A side that is not run is still about the same file.
+        return _Ran(closing={"exit": None, **ended}, environment=before.environment)
+    scrub = _scrubber(plan, place, None)
+    try:
+        there, notes = _hold(plan, release, held, stop)
+    except InstallError as error:
+        if not release.sha256:
+            raise UserError(f"{cell.dist} {cell.version} cannot be installed: {error}") from error
+        return _Ran(closing={"exit": None, "stopped": "install", "message": scrub(str(error))})
+    scrub = _scrubber(plan, place, there)
+    try:
+        patch = _overlay(plan, cell, there, place, before, scrub) if cell.side == "patched" else None
+    except AnchorError as error:
+        at_anchor = {"exit": None, "stopped": "anchor", "message": scrub(str(error))}
+        return _Ran(closing=at_anchor, environment=there, notes=notes)
+    command, environ = execute.command(plan, there), execute.environ(plan, cell, there, place)
+
+    def ended_by(command: list[str]) -> Ended:
+        with writing(place):
+            return run(
+                execute.sandboxed(plan, there, place, command) if plan.sandbox else command,
+                env=environ,
+                cwd=place / "tmp",
+                timeout=plan.pack.timeout,
+                memory=int(plan.pack.memory * 2**30),
+                stop=stop,
+                mark=place.name,
+            )
+
+    ended_as = ended_by(command)
+    output = scrub(ended_as.output)
+    if ended_as.exit and shutil.disk_usage(place).free < 2**20:
+        raise InfraError(f"No space was left on the disk of {plan.cache} while the script ran: free some and run again.")
+    if ended_as.exit == 2 and (complaint := re.search(r"^repro\.py: error: (.+)$", output, re.MULTILINE)):
+        raise UserError(f"{plan.pack.folder.name}/repro.py does not take these arguments: {complaint[1]}.")
+    closing: dict[str, Any] = _closing(ended_as, sandbox=plan.sandbox)
+    deep = plan.pack.deep_check(plan.variant) if cell.side == "patched" else None
+    lines = None
+    if deep is not None and closing["exit"] == 0:
+        lines = len(output.splitlines())
+        second = ended_by(execute.command(plan, there, deep))
+        output = _ended(output) + scrub(second.output)
+        closing["validate"] = _closing(second, sandbox=plan.sandbox)
+    return _Ran(
+        closing=closing,
+        lines=lines,
+        validate=deep is not None,
+        output=output,
+        environment=there,
+        command=["python", *(scrub(word) for word in command[1:])],
+        settings={name: scrub(value) for name, value in allowed_env(environ).items()},
+        patch=patch,
+        notes=notes,
+    )
+
+
+def _closing(ended: Ended, *, sandbox: bool) -> dict[str, Any]:
+    """The log's closing line. bubblewrap ends with 128 + N where what it started died of signal N."""
+    code, name = ended.exit, ended.signal
+    if sandbox and code is not None and code - 128 in set(signal.Signals):
+        name, code = signal.Signals(code - 128).name, None
+    return {
+        "exit": code,
+        "signal": name,
+        "stopped": ended.stopped,
+        "seconds": ended.seconds,
+        "peak_rss": ended.peak_rss,
+        "cut": ended.cut,
+        "stragglers": ended.stragglers,
+    }
+
+
+def _hold(plan: Plan, release: Release, held: ExitStack, stop: threading.Event | None) -> tuple[Environment, tuple[str, ...]]:
+    """The release's environment, its files compared with what was installed and held while it is used; and what to say of it."""
+    notes: list[str] = []
+    for _attempt_again in range(3):
+        there = _environment(plan, release, stop)
+        with ExitStack() as mine:
+            if there.lock is not None:
+                mine.enter_context(locked(there.lock, shared=True))
+            try:
+                if not environments.is_whole(there):
+                    continue
+                _compare(plan, there)
+            except integrity.Tampered as error:
+                what = f"{plan.pack.package} {there.version}: {error}"
+                if there.lock is None:
+                    raise UserError(
+                        f"{what}, so it is not that release: install it afresh, or judge a change of it with --patch."
+                    ) from error
+                notes.append(f"{what}; it was installed afresh")
+            else:
+                held.push(mine.pop_all())
+                return there, tuple(notes)
+        environments.discard(there, partial(_is_tampered, plan, there))
+    raise InfraError(f"{'; '.join(notes) or 'The environment was taken away'}, and each time something changed it again.")
+
+
+def _compare(plan: Plan, there: Environment) -> None:
+    if not there.python.exists():
+        raise integrity.Tampered("its Python is gone")
+    owned = there.lock is not None
+    integrity.verify(plan.pack.package, there.site, there.path, owned=owned, archive=there.archive, ours=there.ours)
+
+
+def _is_tampered(plan: Plan, there: Environment) -> bool:
+    try:
+        _compare(plan, there)
+    except (integrity.Tampered, UserError):
+        return True
+    return False
+
+
+def _environment(plan: Plan, release: Release, stop: threading.Event | None) -> Environment:
+    wheel = plan.wheels.get(release.version)
+    if plan.here or plan.release_path is not None:
+        return environments.here(plan.pack.package, plan.cache, wheel=wheel, release_path=plan.release_path)
+    if wheel is None and plan.pack.wheels is not None:
+        wheel = built_wheels(plan.pack, plan.cache)[release.version]
+    return installed(plan.pack, release, plan.cache, wheel, stop=stop)
+
+
+def installed(
+    pack: Pack, release: Release, cache: Path, wheel: Path | None = None, *, stop: threading.Event | None = None
+) -> Environment:
+    """The environment of one release, or of a wheel in its place, with the pins that go with it."""
+    wanted = environments.Wanted(
+        package=pack.package,
+        version=release.version,
+        file=release.file,
+        sha256=release.sha256,
+        requires=pack.at(release.version).requires,
+        wheel=wheel,
+        build=pack.build,
+        beside=pack.beside,
+        python=None if wheel or fits(release.file) else pack.python,
+        beside_python=None if pack.build else pack.python,  # what is built is built for this Python
+        as_files=pack.as_files,
+    )
+    return environments.made(wanted, cache, stop=stop)
+
+
+def _overlay(plan: Plan, cell: Cell, there: Environment, place: Path, before: Row | None, scrub: Scrubber) -> dict[str, Any]:
+    """Fill the overlay from the fix or the diff under review; what it was, as the receipt has it."""
+    target = place / "overlay"
+    more: dict[str, Any] = {}
+    with writing(target):
+        if plan.patch is not None:
+            try:
+                patched = overlay.apply_patch(plan.patch, plan.pack.package, cell.version, plan.pack.prefix, there.site, target)
+            except UserError as error:
+                # Among several releases, one that the diff does not fit is a row; alone, it is a mistake in the call.
+                if not plan.several:
+                    raise
+                raise AnchorError(str(error)) from error
+            text, name = patched.diff, overlay.plain_name(scrub(plan.patch.name))
+            more = {
+                key: [scrub(plain(file)) for file in getattr(patched, key)] for key in ("applied", "skipped", "unsupported")
+            }
+            more["unpatched"] = before.verdict.outcome if before else ""
+        else:
+            fix = transforms.load_fix(plan.pack.fix)
+            text = overlay.apply_fix(overlay.drop(fix, plan.drop) if plan.drop else fix, there.site, target)
+            name = f"{plan.pack.name}-{cell.dist}-{cell.version}.diff"
+    sha256 = hashlib.sha256(text.encode()).hexdigest()
+    write_atomically(plan.cache / "diffs" / f"{sha256}.diff", text)
+    return {"name": name, "sha256": sha256, **more}
+
+
+def _subject(plan: Plan, release: Release, cell: Cell, there: Environment | None) -> receipt.Subject:
+    """What the receipt is about: the file of the release, by the hash it was installed with."""
+    file, sha256 = (there.file, there.sha256) if there else (release.file, release.sha256)
+    if not sha256 and there is not None:
+        # Without the wheel at hand, its RECORD, which its files were compared with, is all there is to name it by.
+        record = integrity.record_sha256(integrity.distribution(cell.dist, there.site))
+        digest = receipt.Digest(record_sha256=record)
+    else:
+        digest = receipt.Digest(sha256=sha256)
+    own = plan.pack.variants.get(plan.variant)
+    uri = f"pkg:pypi/{cell.dist}@{cell.version}"
+    if own is not None and own.source:
+        uri = f"pkg:github/{plan.pack.upstream.lower()}@{own.source}"
+    return receipt.Subject(name=file or f"{cell.dist}-{cell.version}", uri=uri, digest=digest)
+
+
+def _log(plan: Plan, cell: Cell, ran: _Ran, scrub: Scrubber) -> str:
+    """The opening line (what was asked for), what the script printed, and the closing line (how it ended)."""
+    opening = {
+        "form": 2,
+        "pack": cell.pack,
+        "dist": cell.dist,
+        "version": cell.version,
+        "side": cell.side,
+        "variant": cell.variant,
+        "lane": plan.lane,
+        "arguments": [scrub(word) for word in plan.arguments],
+        "gpus": machine.architectures(machine.gpu()),
+        **({"patch": ran.patch} if ran.patch else {}),
+        **({"sandbox": True} if plan.sandbox else {}),
+        **({"validate": True, "lines": ran.lines} if ran.validate else {}),
+    }
+    return f"{json.dumps({'runner': opening})}\n{_ended(ran.output)}{json.dumps({'runner': dict(ran.closing)})}\n"
+
+
+def _ended(output: str) -> str:
+    """What a script printed, its last line ended."""
+    return output if not output or output.endswith("\n") else f"{output}\n"
+
+
+def _scrubber(plan: Plan, place: Path, there: Environment | None) -> Scrubber:
+    folders = [("<release>", there.site)] if there else []
+    folders += [
+        ("<overlay>", place / "overlay"),
+        ("<cell>", place),
+        ("<pack>", plan.pack.folder),
+        ("<lanes>", lanes.FOLDER),
+    ]
+    folders += [("<base>", folder) for folder in there.path] + [("<python>", there.python.parent.parent)] if there else []
+    folders += [("<cache>", plan.cache), ("<checkout>", ROOT)]
+    return Scrubber(folders)

@@ -1,0 +1,1 @@
+"""What was seen: from a log to a verdict, receipts, and what they say of each release."""

@@ -1,0 +1,151 @@
+"""Look at what is stored: recompute verdicts from the logs, and check that receipts are what they say they are.
+
+Nothing is run and nothing is changed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from common.errors import UserError
+from common.install import releases
+from common.install.machine import architectures
+from common.scrub import Scrubber, plain
+from common.store import receipt
+from common.store.grade import Disagreement, grade, split
+from common.store.history import said
+from common.store.receipt import Receipt
+
+#: What no stored file may hold, whoever looks: home folders, credentials, addresses with a password.
+PRIVATE = re.compile(
+    r"/(?:home|Users|root)/[^/\s\"']|\b(?:ghp_|github_pat_|hf_|glpat-|pypi-)[A-Za-z0-9_\-]{16,}|://[^/\s:@\"]+:[^/\s@\"]+@"
+)
+
+
+def regrade(path: Path) -> Iterator[str]:
+    """Where a receipt is not what its log gives today: what was asked for, how it ended, and all that is derived from them."""
+    document = receipt.read(path)
+    yield from _follows(path, document, receipt.read_log(path, document))
+
+
+def _follows(path: Path, document: Receipt, log: str) -> Iterator[str]:
+    facts = document.facts
+    verdict = grade(log)
+    try:
+        opening, _, closing = split(log)
+    except Disagreement as error:
+        yield f"its log cannot be read: {error}"
+        return
+    for name in ("pack", "dist", "version", "side", "variant", "lane"):
+        if name in opening and opening[name] != getattr(facts, name):  # Earlier logs do not name the variant.
+            yield f"its {name} is {getattr(facts, name)!r}, and its log is of {plain(str(opening[name]))!r}"
+    if opening.get("form") == 2:  # Earlier logs did not say so.
+        patch = {name: value for name, value in (opening.get("patch") or {}).items() if name != "unpatched"}
+        recorded = msgspec.to_builtins(facts.patch) if facts.patch else None
+        for name, own, value in (
+            ("patch", recorded, patch or None),
+            ("sandbox", facts.sandbox or None, opening.get("sandbox")),
+        ):
+            if own != value:
+                yield f"its {name} is {plain(repr(own))}, and its log names {plain(repr(value))}"
+        if facts.command and opening.get("arguments") != facts.command[-len(opening["arguments"]) or len(facts.command) :]:
+            yield "its command does not end with the arguments that its log names"
+    uri = document.subject[0].uri
+    if not uri.startswith("pkg:github/") and uri != f"pkg:pypi/{facts.dist}@{facts.version}":
+        yield f"its subject is {plain(uri)}"
+    if closing.get("cut", facts.log.cut) != facts.log.cut:
+        yield f"its log is said to be cut by {facts.log.cut} bytes, and the log says {closing['cut']}"
+    for name in ("exit", "signal", "stopped", "seconds", "peak_rss"):
+        if closing.get(name, getattr(facts, name)) != getattr(facts, name):
+            yield f"its {name} is {getattr(facts, name)!r}, and its log ends with {closing[name]!r}"
+    for stored, derived in zip((document.predicate, facts), receipt.derived(verdict), strict=True):
+        for name, value in derived.items():
+            if getattr(stored, name) != value:
+                yield f"{name} was {plain(repr(getattr(stored, name)))}, and is {plain(repr(value))} by today's rules"
+    gpus = set(architectures(facts.environment.gpus))
+    if verdict.evidence.startswith("device") and verdict.evidence.partition(":")[2] not in gpus:
+        yield f"its evidence is {verdict.evidence}, and its machine has {', '.join(sorted(gpus)) or 'no GPU'}"
+    if "gpus" in opening and set(opening["gpus"]) != gpus:
+        yield f"its GPUs are {', '.join(sorted(gpus)) or 'none'}, and its log names {', '.join(opening['gpus']) or 'none'}"
+    yield from _other_runs(path, document)
+
+
+def _other_runs(path: Path, document: Receipt) -> Iterator[str]:
+    """Of a cell that was run more than once: whether the record is what most of its runs showed."""
+    facts = document.facts
+    runs = facts.runs or []
+    words = []
+    for run in runs:
+        text = receipt.read_log(path, document, run.log)
+        words.append(said(grade(text), facts.side))
+        with suppress(Disagreement):
+            if any(split(text)[0].get(name) != getattr(facts, name) for name in ("pack", "dist", "version", "side")):
+                yield f"the log {run.log.name} of one of its runs is of another cell"
+        if words[-1] != run.word:
+            yield f"one of its runs is said to be {run.word!r}, and its log gives {words[-1]!r}"
+    own = [word for run, word in zip(runs, words, strict=True) if run.log.sha256 == facts.log.sha256]
+    if runs and (not own or words.count(own[0]) < max(map(words.count, words))):
+        yield "it is not what most of its runs showed"
+
+
+class Published:
+    """The sha256 of each release's files on the index, asked once for each package; ``warnings`` say where it did not answer."""
+
+    def __init__(self, cache: Path) -> None:
+        self.cache = cache
+        self.warnings: list[str] = []
+        self._known: dict[str, dict[str, tuple[str, ...]]] = {}
+
+    def sha256(self, package: str, version: str) -> tuple[str, ...]:
+        if package not in self._known:
+            try:
+                known, warning = releases.releases(package, self.cache)
+            except UserError as error:
+                known, warning = [], f"{error} The hashes of {package} are not checked."
+            self._known[package] = {release.version: (release.sha256, *release.others) for release in known}
+            self.warnings += [warning] if warning else []
+        return self._known[package].get(version, ())
+
+
+def verify(path: Path, published: Published) -> Iterator[str]:
+    """What is wrong with one receipt: schema, log and all that follows from it, file name, the wheel's hash, anything private."""
+    document = receipt.read(path)
+    log = receipt.read_log(path, document)
+    receipt.check_place(path, document)
+    yield from _follows(path, document, log)
+    cell, digest = document.cell, document.subject[0].digest.sha256
+    wanted = published.sha256(cell.dist, cell.version)
+    if digest and wanted and digest not in wanted:
+        yield f"its subject has sha256 {digest[:12]}…, and the index publishes {wanted[0][:12]}… for {cell.dist} {cell.version}"
+    scrub = Scrubber()
+    for name, text in (("receipt", path.read_text(encoding="utf-8")), ("log", log)):
+        if PRIVATE.search(text) or scrub(text) != text:
+            yield f"its {name} holds something private"
+
+
+def problems(results: Path, paths: Iterable[Path], look: Callable[[Path], Iterable[str]]) -> Iterator[tuple[Path, list[str]]]:
+    """What ``look`` finds at each receipt; one that cannot be read is a problem like any other.
+
+    And what lies beside the receipts: folders that no machine.json describes, logs that no receipt names.
+    """
+    named: set[Path] = set()
+    for path in paths:
+        found: list[str] = []
+        try:
+            named |= {path.parent / name for name in receipt.log_names(receipt.read(path))}
+            found += look(path)
+        except UserError as error:
+            found.append(str(error))
+        except (TypeError, ValueError, KeyError, OverflowError, RecursionError) as error:
+            found.append(f"it cannot be read ({type(error).__name__}: {plain(str(error))})")
+        yield path, found
+    for described, sentence in receipt.strays(results).items():
+        yield described, [sentence]
+    for log in receipt.logs(results):
+        if log not in named:
+            yield log, ["no receipt names this log"]

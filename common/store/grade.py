@@ -1,0 +1,389 @@
+"""From a stored log to a verdict: a pure function, so that every verdict can be recomputed without running anything.
+
+A log is the runner's opening line (JSON: what was asked for), what the script printed, and the runner's closing line (JSON:
+how it ended). A verdict needs three proofs, and a log that disagrees with itself is an ERROR, never a pass:
+
+1. the trigger ran: comparisons were made, on code of the version asked for, imported from where it should come from;
+2. a control passed in the same run;
+3. exit code, JSON line and sentinel agree.
+
+What the machine did to the run (a signal from outside, a supervisor that was killed) is INFRA: it says nothing of the release.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from common.scrub import plain
+
+#: The factor between bug error, limit and control error under which a numeric verdict is refused.
+MARGIN = 10.0
+EXIT = {"REPRODUCED": 10, "ABSENT": 0, "CHANGED": 125, "UNTESTABLE": 125, "MEASURED": 0}
+ROLES = ("trigger", "control", "signature")
+#: What a script may claim beyond its verdict.
+CLAIMS = ("BITWISE_IDENTICAL", "MEMORY_SAVE_VERIFIED", "LEGALITY_PROVED")
+#: Weakest first; "device" is followed by ":sm_90" and the like.
+EVIDENCE = ("none", "source", "interpreter", "codegen", "emulated", "device")
+
+
+def strength(evidence: str) -> int:
+    """Place of an evidence level in `EVIDENCE`, whatever the device's name."""
+    return EVIDENCE.index(evidence.partition(":")[0])
+
+
+#: Signals by which a program's own fault ends it. Any other came from outside: a person, a scheduler, a system short of memory.
+CRASHES = ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP")
+
+_SENTINEL = re.compile(r"^(BUG_REPRODUCED|BUG_ABSENT|FIX_VALIDATED|MEASURED|(?:CHANGED|UNTESTABLE)(?:: .+)?)$")
+#: The runner's own word for why the script was not run, or was ended.
+_STOPS = {"timeout": "timeout", "memory": "oom", "install": "install", "anchor": "anchor", "source": "source"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What one run showed.
+
+    ``bug_error`` is the largest trigger error, ``limit`` and ``control_error`` those beside it: relative to the reference,
+    None where the pack does not measure an error. ``proofs`` says for each of the three proofs what it rests on.
+    """
+
+    outcome: str
+    reason: str = ""
+    evidence: str = "none"
+    bug_error: float | None = None
+    limit: float | None = None
+    control_error: float | None = None
+    proofs: Mapping[str, str] = field(default_factory=dict)
+    claims: tuple[str, ...] = ()
+    passed: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.outcome}: {self.reason}" if self.reason else self.outcome
+
+    def meets(self, expected: str) -> bool:
+        """Whether this is what is expected: "UNTESTABLE: import" asks for that reason, "CHANGED" for any."""
+        outcome, _, reason = expected.partition(": ")
+        return self.outcome == outcome and (not reason or self.reason == reason or self.reason.startswith(f"{reason} "))
+
+
+class Disagreement(Exception):
+    """The log contradicts itself or lacks a proof."""
+
+
+def grade(log: str) -> Verdict:
+    """The verdict of a whole log. Never raises: what cannot be read is an ERROR with the reason."""
+    try:
+        opening, body, closing = split(log)
+        return _grade(opening, body, closing)
+    except Disagreement as error:
+        return Verdict(outcome="ERROR", reason=plain(str(error), None))
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError, OverflowError, RecursionError) as error:
+        return Verdict(outcome="ERROR", reason=f"the log cannot be read ({type(error).__name__})")
+
+
+def split(log: str) -> tuple[dict[str, Any], list[str], dict[str, Any]]:
+    """The runner's opening line, the script's lines, the runner's closing line."""
+    lines = log.splitlines()
+    opening, closing = (_object(lines[i]).get("runner") if len(lines) > 1 else None for i in (0, -1))
+    if not isinstance(opening, dict) or not isinstance(closing, dict) or "exit" not in closing or "version" not in opening:
+        raise Disagreement("the log lacks the runner's opening or closing line")
+    return opening, lines[1:-1], closing
+
+
+def _grade(opening: dict[str, Any], body: list[str], closing: dict[str, Any]) -> Verdict:
+    """The verdict of repro.py and, where it is a fix that looks right, of validate.py, which is run after it."""
+    if not opening.get("validate"):
+        return _of_script(opening, body, closing)
+    second = closing.get("validate")
+    verdict = _of_script(opening, body[: opening.get("lines")], closing)
+    if verdict.outcome not in ("ABSENT", "NOTHING_TO_FIX"):
+        return verdict
+    if not isinstance(second, dict) or not isinstance(opening.get("lines"), int):
+        raise Disagreement("FIX_VALIDATED without validate.py, which the pack has")
+    deep = _of_script({**opening, "patch": None}, body[opening["lines"] :], second)
+    if deep.outcome == "ABSENT":
+        ran = f"{len(deep.passed)} checks of validate.py passed"
+        found = {**verdict.metrics, **({"validate": dict(deep.metrics)} if deep.metrics else {})}
+        passed = (*verdict.passed, *(f"validate: {name}" for name in deep.passed))
+        worst = max(verdict, deep, key=lambda each: -1.0 if each.bug_error is None else each.bug_error)
+        return replace(
+            verdict,
+            proofs={**verdict.proofs, "validation": ran},
+            metrics=found,
+            passed=passed,
+            bug_error=worst.bug_error,
+            limit=worst.limit,
+            control_error=max((each.control_error for each in (verdict, deep) if each.control_error is not None), default=None),
+            claims=deep.claims or verdict.claims,
+        )
+    if deep.outcome == "REPRODUCED":
+        return replace(deep, outcome="CHANGED", reason=plain(f"validate: {deep.failed[0]}"), proofs={}, claims=())
+    return replace(deep, reason=plain(f"validate: {deep.reason}"))
+
+
+def _of_script(opening: dict[str, Any], body: list[str], closing: dict[str, Any]) -> Verdict:
+    stopped, exit_code = closing.get("stopped"), closing.get("exit")
+    if stopped == "nothing-to-patch":
+        return Verdict(outcome="NOTHING_TO_PATCH", reason=str(closing.get("message", "")))
+    if stopped == "skipped":
+        return Verdict(outcome=str(closing.get("verdict")), reason=str(closing.get("message", "")))
+    if stopped in ("lost", "infra", "exec"):
+        return Verdict(outcome="INFRA", reason=str(closing.get("reason") or stopped))
+    if stopped in _STOPS:
+        return Verdict(outcome="UNTESTABLE", reason=_STOPS[stopped])
+    if stopped is not None:
+        raise Disagreement(f"the run was stopped for an unknown reason ({stopped})")
+    sentinels = [line for line in body if _SENTINEL.match(line)]
+    if closing.get("signal"):
+        if closing["signal"] not in CRASHES:
+            return Verdict(outcome="INFRA", reason=str(closing["signal"]))
+        if sentinels:
+            raise Disagreement(f"the script printed {sentinels[-1]!r} and then died of {closing['signal']}")
+        return Verdict(outcome="CHANGED", reason=str(closing["signal"]))
+    if not sentinels:
+        return _without_sentinel(body, exit_code)
+    if len(sentinels) > 1:
+        raise Disagreement(f"the log holds {len(sentinels)} sentinels: {', '.join(sentinels)}")
+    return _proved(opening, body, exit_code, sentinels[0])
+
+
+def _without_sentinel(body: Sequence[str], exit_code: object) -> Verdict:
+    last = next((line.strip() for line in reversed(body) if line.strip()), "")
+    if exit_code == 1 and re.match(r"(?:ModuleNotFoundError|ImportError)\b", last):
+        return Verdict(outcome="UNTESTABLE", reason="import")
+    if exit_code == 1 and re.match(r"(?:MemoryError|torch\.(?:cuda\.)?OutOfMemoryError)\b", last):
+        return Verdict(outcome="UNTESTABLE", reason="oom")
+    if re.search(r"^OSError: \[Errno (?:5|12|23|24|28|122)\]", last):  # A disk or a process table that is full: the machine's.
+        return Verdict(outcome="INFRA", reason=plain(last.partition(" ")[2][:40]))
+    raise Disagreement(f"the script exited with {exit_code} and printed no sentinel; its last line: {last[:200] or '(none)'}")
+
+
+def _proved(opening: dict[str, Any], body: list[str], exit_code: object, sentinel: str) -> Verdict:
+    word, _, reason = sentinel.partition(": ")
+    reason = plain(reason)
+    outcome = {"BUG_REPRODUCED": "REPRODUCED", "BUG_ABSENT": "ABSENT", "FIX_VALIDATED": "ABSENT"}.get(word, word)
+    if exit_code != EXIT[outcome]:
+        raise Disagreement(f"the script printed {sentinel!r}, which means exit {EXIT[outcome]}, and exited with {exit_code}")
+    if (word == "FIX_VALIDATED") != (outcome == "ABSENT" and opening.get("side") == "patched"):
+        raise Disagreement(f"{sentinel!r} is not for the {opening.get('side')} side")
+    if outcome == "UNTESTABLE":
+        if not reason:
+            raise Disagreement("UNTESTABLE came without a reason")
+        return Verdict(outcome=outcome, reason=reason)
+    facts = _facts(body, sentinel)
+    if facts.get("verdict") != outcome:
+        raise Disagreement(f"the sentinel says {sentinel!r} and the JSON line says {facts.get('verdict')!r}")
+    evidence = facts.get("evidence")
+    if not isinstance(evidence, str) or not re.fullmatch(r"source|interpreter|codegen|emulated|device:sm_[0-9a-z]+", evidence):
+        raise Disagreement(f"the JSON line has an unknown evidence level {evidence!r}")
+    if evidence.startswith("device") and opening.get("lane") not in (None, "device"):
+        raise Disagreement(f"evidence {evidence!r} cannot come from the lane {opening.get('lane')!r}")
+    if evidence.startswith("device") and "gpus" in opening and evidence.partition(":")[2] not in opening["gpus"]:
+        raise Disagreement(f"evidence {evidence!r} without such a GPU: the machine has {', '.join(opening['gpus']) or 'none'}")
+    origin = _origin(opening, facts)
+    if outcome == "CHANGED":
+        return Verdict(outcome=outcome, reason=reason, evidence=evidence, proofs={"trigger": origin}, metrics=_metrics(facts))
+    if outcome == "MEASURED":
+        return _measured(evidence, origin, facts)
+    verdict = _weighed(outcome, evidence, origin, facts, sentinel)
+    return _of_patch(opening, verdict) if "unpatched" in (opening.get("patch") or {}) else verdict
+
+
+def _of_patch(opening: dict[str, Any], verdict: Verdict) -> Verdict:
+    """What a good run says of somebody else's diff: nothing where a part of it was not applied, or where there was no bug."""
+    if verdict.outcome != "ABSENT":
+        return verdict
+    if left := opening["patch"].get("unsupported"):
+        return replace(verdict, outcome="UNTESTABLE", reason=plain(f"partial-patch ({', '.join(map(str, left))})"), claims=())
+    if opening["patch"].get("unpatched") != "REPRODUCED":
+        return replace(verdict, outcome="NOTHING_TO_FIX", reason="the controls still hold", claims=())
+    return verdict
+
+
+def _facts(body: Sequence[str], sentinel: str) -> dict[str, Any]:
+    found = [facts for line in body if 1 in ((facts := _object(line)).get("report"), facts.get("reproducer"))]
+    if len(found) != 1:
+        raise Disagreement(f"the log holds {len(found)} JSON lines beside the sentinel {sentinel!r}, not one")
+    return found[0]
+
+
+def _origin(opening: dict[str, Any], facts: dict[str, Any]) -> str:
+    """Proof 1, first half: the code that ran is the release's (or the overlay's), in the version asked for."""
+    file, version = plain(str(facts.get("file", ""))), plain(str(facts.get("version")))
+    if version != opening["version"]:
+        raise Disagreement(f"release {opening['version']} was asked for, and {version} ran")
+    root = "<overlay>/" if opening.get("side") == "patched" else "<release>/"
+    if not file.startswith(root):
+        raise Disagreement(f"the code that ran was imported from {file!r}, not from {root}")
+    return f"{opening.get('dist')} {version} from {file}"
+
+
+def _measured(evidence: str, origin: str, facts: dict[str, Any]) -> Verdict:
+    """What measure.py found: numbers, and no word on whether the bug is there."""
+    checks = _checks(facts)
+    metrics = _metrics(facts)
+    if failed := [c.name for c in checks if not c.ok]:
+        raise Disagreement(f"it measured something that is not right: {', '.join(failed)}")
+    if not metrics:
+        raise Disagreement("MEASURED without a number")
+    passed = tuple(c.name for c in checks)
+    return Verdict(outcome="MEASURED", evidence=evidence, proofs={"trigger": origin}, passed=passed, metrics=metrics)
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """``ok``: a correct release behaves so; of a signature: the bug behaves so where it is there."""
+
+    name: str
+    role: str
+    error: float | None
+    limit: float | None
+    ok: bool
+    #: What a receipt lists it under; in the older form a trigger "passed" where it showed the bug.
+    passed: bool
+
+
+def _checks(facts: dict[str, Any]) -> list[_Check]:
+    """The checks of the JSON line. An error that is missing or not finite is infinite, and so has failed."""
+    listed, read = facts.get("checks"), _check
+    if "reproducer" in facts:  # Logs from before the report block.
+        listed, read = facts.get("comparisons"), _comparison
+    if not isinstance(listed, list):
+        raise Disagreement("the JSON line has no list of checks")
+    found = []
+    for raw in listed:
+        try:
+            found.append(read(raw))
+        except (KeyError, TypeError, ValueError) as error:
+            raise Disagreement(f"the JSON line has a check that cannot be read: {plain(json.dumps(raw))[:120]}") from error
+    return found
+
+
+def _check(raw: Any) -> _Check:
+    if raw["ok"] is not True and raw["ok"] is not False:
+        raise ValueError
+    if raw["role"] not in ROLES:
+        raise ValueError
+    check = _numeric(raw) if "limit" in raw else _Check(plain(str(raw["name"])), raw["role"], None, None, raw["ok"], raw["ok"])
+    if check.ok is not raw["ok"]:
+        raise ValueError
+    return check
+
+
+def _comparison(raw: Any) -> _Check:
+    """The older form, where ``holds`` of a trigger said that the bug is there."""
+    if "limit" in raw:
+        return _numeric(raw)
+    if raw["holds"] is not True and raw["holds"] is not False:
+        raise ValueError
+    role = str(raw["role"])
+    return _Check(plain(str(raw["name"])), role, None, None, raw["holds"] is not (role == "trigger"), raw["holds"])
+
+
+def _numeric(raw: Any) -> _Check:
+    limit, given = _number(raw["limit"]), raw.get("error")
+    error = math.inf if given is None else _number(given)
+    # A check with an endless limit could not fail.
+    if not (0 < limit < math.inf and error >= 0):
+        raise ValueError
+    return _Check(plain(str(raw["name"])), str(raw["role"]), error, limit, error <= limit, error <= limit)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError
+    return math.inf if math.isnan(value) else float(value)
+
+
+def _weighed(outcome: str, evidence: str, origin: str, facts: dict[str, Any], sentinel: str) -> Verdict:
+    """The three proofs of a REPRODUCED or ABSENT, recomputed from the comparisons."""
+    checks = _checks(facts)
+    word = "comparison" if "reproducer" in facts else "check"
+    if strange := [c.role for c in checks if c.role not in (*ROLES, "note")]:
+        raise Disagreement(f"a check has the role {plain(strange[0])!r}, which is none of {', '.join(ROLES)}")
+    by_role = {role: [c for c in checks if c.role == role] for role in ROLES}
+    triggers, controls = by_role["trigger"], by_role["control"]
+    if not triggers:
+        raise Disagreement(f"{sentinel} without a {word} that triggers the bug: nothing ran")
+    if not controls:
+        raise Disagreement(f"{sentinel} without a control")
+    if failed := [c.name for c in controls if not c.ok]:
+        raise Disagreement(f"{sentinel}, but the control failed: {', '.join(failed)}")
+    numeric = [c for c in triggers if c.limit is not None]
+    bug = max((c.error or 0.0 for c in numeric), default=None)
+    worst = max(numeric, key=lambda c: c.error or 0.0, default=None)
+    limit = worst.limit if worst else None
+    control = max((c.error or 0.0 for c in controls if c.limit is not None), default=None)
+    seen = any(not c.ok for c in triggers)
+    if seen != (outcome == "REPRODUCED"):
+        raise Disagreement(f"the {word}s {'show' if seen else 'do not show'} the bug, and the sentinel is {sentinel}")
+    finite = None if bug is None or bug == float("inf") else bug
+    verdict = Verdict(
+        outcome=outcome,
+        evidence=evidence,
+        bug_error=finite,
+        limit=limit,
+        control_error=control,
+        proofs={
+            "trigger": f"{len(triggers)} trigger {word}(s) ran on {origin}",
+            "control": "passed: " + "; ".join(c.name for c in controls),
+            "agreement": f"exit {EXIT[outcome]}, JSON {outcome} and {sentinel} agree",
+        },
+        claims=tuple(c for c in CLAIMS if c in (facts.get("claims") or ())),
+        passed=tuple(c.name for c in checks if c.passed),
+        failed=tuple(c.name for c in checks if not c.passed),
+        metrics=_metrics(facts),
+    )
+    if outcome == "REPRODUCED":
+        if unlike := [c.name for c in by_role["signature"] if not c.ok]:
+            raise Disagreement(f"wrong results, but not with the declared signature: {', '.join(unlike)}")
+        if bug is not None and limit is not None and not bug >= MARGIN * limit:
+            return _without_margin(verdict)
+    if limit is not None and control is not None and not limit >= MARGIN * control:
+        return _without_margin(verdict)
+    return verdict
+
+
+def _without_margin(verdict: Verdict) -> Verdict:
+    return Verdict(
+        outcome="UNTESTABLE",
+        reason="margin",
+        evidence=verdict.evidence,
+        bug_error=verdict.bug_error,
+        limit=verdict.limit,
+        control_error=verdict.control_error,
+        metrics=verdict.metrics,
+    )
+
+
+def _metrics(facts: dict[str, Any]) -> dict[str, Any]:
+    metrics = facts.get("metrics")
+    return {plain(str(name)): _finite(value) for name, value in metrics.items()} if isinstance(metrics, dict) else {}
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with None for every number that is not finite, which JSON does not know."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {plain(str(name)): _finite(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
+    return plain(value, None) if isinstance(value, str) else value
+
+
+def _object(line: str) -> dict[str, Any]:
+    if not line.startswith("{"):
+        return {}
+    try:
+        value = json.loads(line, parse_constant=lambda name: None)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

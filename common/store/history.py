@@ -1,0 +1,362 @@
+"""What the stored receipts say of each release: read once, kept small, in order of release. Every table is made from this."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from sys import intern
+from typing import Any
+
+from common.errors import UserError
+from common.install import lanes
+from common.packs.pack import Pack
+from common.scrub import plain
+from common.store import receipt
+from common.store.cell import Cell, order
+from common.store.grade import Verdict, strength
+from common.store.receipt import Receipt
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """One stored run, without its log and its list of distributions, which `log` and `document` read again."""
+
+    path: Path
+    machine: str
+    cell: Cell
+    lane: str
+    verdict: Verdict
+    stopped: str | None
+    started: str
+    stale: bool
+    sha256: str
+    log_name: str
+    log_sha256: str
+    #: Name and sha256 of the diff that was run.
+    patch: tuple[str, str] | None
+    #: How often the cell was run for this record, and how many of the runs show what it says.
+    runs: int = 1
+    agree: int = 1
+
+    @property
+    def flaky(self) -> bool:
+        return self.agree < self.runs
+
+    @property
+    def version(self) -> str:
+        return self.cell.version
+
+    @property
+    def side(self) -> str:
+        return self.cell.side
+
+    @property
+    def outcome(self) -> str:
+        return self.verdict.outcome
+
+    @property
+    def evidence(self) -> str:
+        return self.verdict.evidence
+
+    @property
+    def word(self) -> str:
+        """The verdict in the words of a script's last line."""
+        if self.stopped == "skipped":
+            return "not run"
+        word = said(self.verdict, self.side)
+        return f"{word} (flaky: {self.agree} of {self.runs} runs)" if self.flaky else word
+
+    def document(self) -> Receipt:
+        return receipt.read(self.path)
+
+    def log(self) -> str:
+        return receipt.read_log(self.path, self.document())
+
+
+def said(verdict: Verdict, side: str) -> str:
+    words = {
+        "REPRODUCED": "BUG_REPRODUCED",
+        "ABSENT": "FIX_VALIDATED" if side == "patched" else "BUG_ABSENT",
+        "NOTHING_TO_PATCH": "nothing to patch",
+        "NOTHING_TO_FIX": "NOTHING_TO_FIX: the controls still hold",
+    }
+    return words.get(verdict.outcome) or str(verdict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """Stored runs in order of pack, package, release, side and machine; ``unreadable`` says what is wrong with those that are not whole."""
+
+    runs: Sequence[Seen] = ()
+    unreadable: Mapping[Path, UserError] = field(default_factory=dict)
+
+    @cached_property
+    def _by_subject(self) -> dict[tuple[str, str], list[Seen]]:
+        found: dict[tuple[str, str], list[Seen]] = defaultdict(list)
+        for seen in self.runs:
+            if not seen.cell.variant:  # Variants answer other questions than "which release".
+                found[seen.cell.pack, seen.cell.dist].append(seen)
+        return found
+
+    def of(self, pack: str, dist: str) -> list[Seen]:
+        """The runs of a pack on a package, nightlies being a package of their own."""
+        return self._by_subject.get((pack, dist), [])
+
+    def by_machine(self, pack: str, dist: str) -> dict[str, list[Seen]]:
+        found: dict[str, list[Seen]] = defaultdict(list)
+        for seen in self.of(pack, dist):
+            found[seen.machine].append(seen)
+        return dict(sorted(found.items()))
+
+
+def load(results: Path, packs: Iterable[Pack]) -> History:
+    """All stored runs of ``packs``. One that cannot be read does not hide the others."""
+    known = {pack.name: pack for pack in packs}
+    freshness = _Freshness()
+    runs: list[Seen] = []
+    unreadable: dict[Path, UserError] = {}
+    for path in receipt.stored(results):
+        if path.parent.name not in known:
+            continue
+        try:
+            document = receipt.read(path)
+            receipt.check_place(path, document)
+            runs.append(_seen(path, document, known[path.parent.name], freshness))
+        except UserError as error:
+            unreadable[path] = error
+        except (TypeError, ValueError, KeyError, OverflowError, RecursionError) as error:
+            unreadable[path] = UserError(
+                f"The receipt {path} cannot be read ({type(error).__name__}): delete it and run its cell again."
+            )
+    unreadable |= {path: UserError(sentence) for path, sentence in receipt.strays(results).items()}
+    runs.sort(key=lambda seen: (seen.cell.order, seen.machine))
+    return History(runs=runs, unreadable=unreadable)
+
+
+def _seen(path: Path, document: Receipt, pack: Pack, freshness: _Freshness) -> Seen:
+    facts = document.facts
+    own = [run.word for run in facts.runs or () if run.log.sha256 == facts.log.sha256]
+    return Seen(
+        path=path,
+        # The same few words in every receipt: one copy of each is enough.
+        machine=intern(path.parent.parent.name),
+        cell=Cell(**{name: intern(getattr(facts, name)) for name in ("pack", "dist", "version", "side", "variant")}),
+        lane=intern(facts.lane),
+        verdict=Verdict(
+            outcome=intern(facts.outcome),
+            reason=intern(plain(facts.reason)),
+            evidence=intern(facts.evidence),
+            bug_error=facts.bug_error,
+            limit=facts.limit,
+            control_error=facts.control_error,
+            claims=tuple(facts.claims),
+        ),
+        stopped=facts.stopped,
+        started=facts.started,
+        stale=freshness.is_stale(document, pack),
+        sha256=document.subject[0].digest.sha256 or "",
+        log_name=facts.log.name,
+        log_sha256=facts.log.sha256,
+        patch=(facts.patch.name, facts.patch.sha256) if facts.patch else None,
+        runs=len(facts.runs or ()) or 1,
+        agree=[run.word for run in facts.runs or ()].count(own[0]) if own else 0 if facts.runs else 1,
+    )
+
+
+class _Freshness:
+    """Today's hashes of each pack, side and lane, taken once."""
+
+    def __init__(self) -> None:
+        self._today: dict[tuple[str, ...], dict[str, str]] = {}
+
+    def is_stale(self, document: Receipt, pack: Pack) -> bool:
+        facts = document.facts
+        held = pack.varied(facts.variant, facts.lane).at(facts.version)
+        key = (pack.name, facts.side, facts.lane, facts.variant, *held.requires)
+        if key not in self._today:
+            known = facts.lane in lanes.known()
+            # A lane that is gone cannot be run again as it was: what was seen there is stale.
+            self._today[key] = held.hashes(facts.side, lanes.files(facts.lane), facts.variant) if known else {}
+        today = self._today[key]
+        if facts.schema == 1:  # Which did not name them.
+            today = {name: digest for name, digest in today.items() if name != "settings"}
+        return document.hashes != today
+
+
+def strongest(runs: Iterable[Seen]) -> str:
+    """The strongest evidence level among some runs."""
+    return max((seen.evidence for seen in runs), key=strength, default="none")
+
+
+def best(runs: Iterable[Seen]) -> Seen | None:
+    """The run to go by for one cell: a fresh one before a stale one, a sound before a flaky, then the strongest evidence."""
+    return max(runs, key=lambda seen: (not seen.stale, not seen.flaky, strength(seen.evidence), seen.machine), default=None)
+
+
+def cured(seen: Seen, sides: Mapping[str, Iterable[Seen]]) -> bool:
+    """Whether the fix cures what ``seen`` shows, on the same machine."""
+    return seen.outcome == "REPRODUCED" and any(
+        s.outcome == "ABSENT" and s.machine == seen.machine for s in sides.get("patched", ())
+    )
+
+
+def releases(runs: Iterable[Seen]) -> dict[str, dict[str, list[Seen]]]:
+    """release -> side -> the runs of it, oldest release first."""
+    found: dict[str, dict[str, list[Seen]]] = {}
+    for seen in sorted(runs, key=lambda seen: order(seen.version)):
+        found.setdefault(seen.version, {}).setdefault(seen.side, []).append(seen)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """A cell (or a release beside the one before it) that shows something else than before."""
+
+    kind: str
+    cell: Cell
+    before: str
+    before_version: str
+    after: str
+    evidence: str
+    machine: str
+    runs: int = 1
+    agree: int = 1
+
+    def __str__(self) -> str:
+        since = f" in {self.before_version}" if self.before_version != self.cell.version else ""
+        count = f" ({self.agree} of {self.runs} runs)" if self.runs > 1 else ""
+        return f"{self.cell}: {self.before or 'not seen before'}{since} → {self.after}{count}, {self.evidence}"
+
+    def to_dict(self) -> dict[str, Any]:
+        rest = asdict(self)
+        return {"text": str(self), **rest.pop("cell"), **rest}
+
+
+def change(side: str, before: str, after: str) -> str | None:
+    """The kind of change between two outcomes, None for none worth a word; after https://github.com/rust-lang/crater's report.
+
+    A bug that turns up where nothing could be told before has regressed too: somebody who upgrades meets it.
+    """
+    told = ("REPRODUCED", "ABSENT")
+    if before == after or not before or "NOTHING_TO_PATCH" in (before, after):
+        return None
+    if after == "REPRODUCED":
+        return "regressed"
+    if after == "ABSENT":
+        return "fixed" if before == "REPRODUCED" else None
+    return "broken" if before in told else None
+
+
+def changed(kind: str, seen: Seen, *, before: str, before_version: str) -> Change:
+    """The change to what ``seen`` shows."""
+    return Change(
+        kind=kind,
+        cell=seen.cell,
+        before=before,
+        before_version=before_version,
+        after=seen.word,
+        evidence=seen.evidence,
+        machine=seen.machine,
+    )
+
+
+def transitions(runs: Iterable[Seen]) -> Iterator[Change]:
+    """What changed from release to release, going by the best run of each, as released."""
+    before: Seen | None = None
+    for sides in releases(runs).values():
+        seen = best(sides.get("unpatched", ()))
+        if seen is None:
+            continue
+        kind = change("unpatched", before.outcome, seen.outcome) if before else None
+        if before and kind:
+            yield changed(kind, seen, before=before.word, before_version=before.version)
+        before = seen
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stretch:
+    """Neighbouring releases that have the bug. ``fixed`` is the first one after them seen without it; None where none is."""
+
+    first: str
+    last: str
+    fixed: str | None
+    versions: tuple[str, ...]
+
+
+def stretches(runs: Iterable[Seen]) -> list[Stretch]:
+    """Where the bug was, in as many pieces as it came. Releases that could not be told end a piece and do not fix it."""
+    told = [
+        (version, seen) for version, sides in releases(runs).items() if (seen := best(sides.get("unpatched", ()))) is not None
+    ]
+    found: list[Stretch] = []
+    for wrong, group in groupby(told, key=lambda item: item[1].outcome == "REPRODUCED"):
+        versions = tuple(version for version, _ in group)
+        if wrong:
+            after = told[told.index(next(item for item in told if item[0] == versions[-1])) + 1 :]
+            ended = next((item for item in after if item[1].outcome in ("REPRODUCED", "ABSENT") and not item[1].flaky), None)
+            fixed = ended[0] if ended and ended[1].outcome == "ABSENT" else None
+            found.append(Stretch(first=versions[0], last=versions[-1], fixed=fixed, versions=versions))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Range:
+    """Neighbouring releases that show the same."""
+
+    first: str
+    last: str
+    count: int
+    unpatched: str
+    patched: str
+    bug: str
+    limit: str
+    control: str
+    fixed: str
+    stale: bool
+
+    @property
+    def name(self) -> str:
+        return self.first if self.count == 1 else f"{self.first} – {self.last} ({self.count} releases)"
+
+
+def ranges(runs: Iterable[Seen]) -> list[Range]:
+    """Releases in order, neighbours with the same verdicts taken together; histories that go back and forth stay so."""
+    found = []
+    sides = {version: {side: best(seen) for side, seen in both.items()} for version, both in releases(runs).items()}
+
+    def words(item: tuple[str, dict[str, Seen | None]]) -> tuple[str, str]:
+        both = item[1]
+        first, second = both.get("unpatched"), both.get("patched")
+        return first.word if first else "–", second.word if second else "–"
+
+    for (unpatched, patched), group in groupby(sides.items(), key=words):
+        items = list(group)
+        first = [seen.verdict for _, both in items if (seen := both.get("unpatched"))]
+        second = [seen.verdict for _, both in items if (seen := both.get("patched"))]
+        found.append(
+            Range(
+                first=items[0][0],
+                last=items[-1][0],
+                count=len(items),
+                unpatched=unpatched,
+                patched=patched,
+                bug=_span(v.bug_error for v in first),
+                limit=_span(v.limit for v in first),
+                control=_span(v.control_error for v in first),
+                fixed=_span(v.bug_error for v in second),
+                stale=any(seen.stale for _, both in items for seen in both.values() if seen),
+            )
+        )
+    return found
+
+
+def _span(values: Iterable[float | None]) -> str:
+    numbers = sorted(value for value in values if value is not None)
+    if not numbers:
+        return "–"
+    low, high = f"{numbers[0]:.1e}", f"{numbers[-1]:.1e}"
+    return low if low == high else f"{low} … {high}"
