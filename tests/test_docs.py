@@ -88,7 +88,13 @@ def test_generated_tables_are_up_to_date_and_the_check_can_fail(tmp_path):
     # results/README.md is for lint to check: whoever has run a pack here has receipts that it does not know yet.
     assert "README.md" not in tables.update(check=True)
     (tmp_path / "README.md").write_text("<!-- packs -->\nold\n<!-- /packs -->\n")
-    everything = ["README.md", "results/README.md", "results/timeline.json"]
+    everything = [
+        "README.md",
+        "results/README.md",
+        "results/timeline.json",
+        "docs/schemas/receipt.json",
+        "docs/schemas/timeline.json",
+    ]
     assert tables.update(check=True, root=tmp_path) == everything
     assert "old" in (tmp_path / "README.md").read_text()
     assert tables.update(root=tmp_path) == everything

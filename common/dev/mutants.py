@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -21,10 +22,11 @@ from msgspec import Meta, Struct
 from common.errors import UserError
 from common.files import CACHE, PACKS
 from common.install import lanes
-from common.install.releases import choose
+from common.install.releases import Release, choose
 from common.packs.pack import Pack, load
 from common.run import plan as plans
 from common.run import runner
+from common.run.plan import Plan, Row
 from common.transforms import Fix, Transform, load_fix
 
 #: What a poison does to an output: nothing (which must stay green), and what must turn the patched side red.
@@ -114,6 +116,8 @@ def _poisoned(told: Mutants) -> Iterator[Mutant]:
             name, *places = function.split(" ")
             for place in places or [""]:
                 for how, formula in POISONS.items():
+                    if how == "same" and place != (places or [""])[0]:
+                        continue  # The wrapper is the same for each place.
                     formula = formula.format(factor=told.factor)
                     code = f"poisoned(FIX, {file!r}, {name!r}, {place!r}, {formula!r})"
                     label = f"{name}{f'[{place}]' if place else ''}: {how}"
@@ -190,38 +194,43 @@ _poison({target}, {name!r})
 
 def run(packs: Sequence[Pack], *, jobs: int, done: Callable[[Outcome], None]) -> list[Outcome]:
     """Run every mutant of some packs; ``done`` is told of each as it ends."""
+    found = []
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch, ThreadPoolExecutor(jobs) as executor:
-        place = Path(scratch)
-        work = [(pack, *of(pack)) for pack in packs]
-        futures = [
-            executor.submit(_run, pack, told, mutant, place / f"{i}", jobs)
-            for i, (pack, told, mutant) in enumerate((pack, told, m) for pack, told, mutants in work for m in mutants)
+        started = [
+            (pack, mutants, executor.submit(_released, pack, told, Path(scratch), jobs))
+            for pack in packs
+            for told, mutants in [of(pack)]
         ]
-        found = []
-        for future in futures:
-            found.append(future.result())
-            done(found[-1])
-        return found
+        for pack, mutants, first in started:
+            plan, release, unpatched = first.result()
+            for future in [executor.submit(_run, plan, release, unpatched, mutant) for mutant in mutants]:
+                found.append(future.result())
+                done(found[-1])
+    return found
 
 
-def _run(pack: Pack, told: Mutants, mutant: Mutant, place: Path, jobs: int) -> Outcome:
+def _released(pack: Pack, told: Mutants, place: Path, jobs: int) -> tuple[Plan, Release, Row]:
+    """How the pack is run, on which release, and that release as it is."""
+    lane = lanes.choose(pack)
+    plan = plans.planned(pack, "", lane, jobs=jobs, results=place / pack.name, machine="mutants", cache=CACHE)
+    wrong = [v for v in pack.pinned if (e := pack.expectation(v)) and e.outcome == "REPRODUCED"]
+    release = choose(pack, told.release or (wrong[0] if wrong else pack.pinned[0]), CACHE)[0][0]
+    return plan, release, runner.run_release(replace(plan, drop=None), release)[0]
+
+
+def _run(plan: Plan, release: Release, unpatched: Row, mutant: Mutant) -> Outcome:
+    place = plan.results / uuid.uuid4().hex[:12]
     # All packs: a fix may take edits from another's.
     shutil.copytree(PACKS, place / "packs", ignore=shutil.ignore_patterns("__pycache__"))
-    folder = place / "packs" / pack.folder.name
+    folder = place / "packs" / plan.pack.folder.name
     mutant.make(folder)
-    changed = load(folder)
-    lane = lanes.choose(changed)
-    plan = plans.planned(changed, "", lane, jobs=jobs, results=place / "results", machine="mutants", cache=CACHE)
-    wrong = [v for v in pack.pinned if (e := pack.expectation(v)) and e.outcome == "REPRODUCED"]
-    wanted = told.release or (wrong[0] if wrong else pack.pinned[0])
-    release = choose(pack, wanted, CACHE)[0][0]
-    rows = {row.cell.side: row for row in runner.run_release(plan, release)}
+    changed = replace(plan, pack=load(folder).varied("", plan.lane), results=place / "results")
+    rows = runner.run_release(changed, release, before=None if mutant.side == "unpatched" else unpatched)
     shutil.rmtree(place, ignore_errors=True)
-    row = rows[mutant.side or "patched"]
-    green = all(each.as_expected for each in rows.values())
+    row = rows[0] if mutant.side == "unpatched" else rows[1]
     saw = re.sub(r"\s+", " ", str(row.verdict))
-    killed = green if mutant.side is None else not row.as_expected and row.verdict.outcome != "INFRA"
-    return Outcome(pack=pack.name, kind=mutant.kind, name=mutant.name, killed=killed, saw=saw)
+    killed = row.as_expected if mutant.side is None else not row.as_expected and row.verdict.outcome != "INFRA"
+    return Outcome(pack=plan.pack.name, kind=mutant.kind, name=mutant.name, killed=killed, saw=saw)
 
 
 def table(found: Sequence[Outcome], equivalent: dict[str, dict[str, str]]) -> str:

@@ -82,12 +82,13 @@ def run_release(
     plan: Plan,
     release: Release,
     *,
+    before: Row | None = None,
     stop: threading.Event | None = None,
     done: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
-    """Both sides of one release, the unit of work of every pool."""
+    """Both sides of one release, the unit of work of every pool. With ``before``, its unpatched side, the patched one alone."""
     sweep(plan.cache)
-    unpatched = _side(plan, release, "unpatched", stop=stop)
+    unpatched = before or _side(plan, release, "unpatched", stop=stop)
     done(unpatched)
     patched = _side(plan, release, "patched", unpatched, stop=stop)
     done(patched)

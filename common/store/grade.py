@@ -344,7 +344,8 @@ def _weighed(outcome: str, evidence: str, origin: str, facts: dict[str, Any], se
     if outcome == "REPRODUCED":
         if unlike := [c.name for c in by_role["signature"] if not c.ok]:
             raise Disagreement(f"wrong results, but not with the declared signature: {', '.join(unlike)}")
-        if bug is not None and limit is not None and not bug >= MARGIN * limit:
+        # Where a statement failed, and no number did, there is no number to be too near its limit.
+        if any(not c.ok for c in numeric) and bug is not None and limit is not None and not bug >= MARGIN * limit:
             return _without_margin(verdict)
     if limit is not None and control is not None and not limit >= MARGIN * control:
         return _without_margin(verdict)

@@ -111,7 +111,7 @@ def test_a_thread_is_an_issue_or_an_address(thread, tmp_path):
 
 
 def test_errors_reach_the_terminal_without_control_codes(capsys):
-    from common.cli.commands import complain
+    from common.cli.common import complain
 
     complain("bad \x1b[31mname\x1b]0;t\x07 \x9b31m")
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", capsys.readouterr().err)
