@@ -1,4 +1,4 @@
-"""Pack 09 on real releases: it is right, and breaking its fix or its trigger turns it red."""
+"""Pack 09 on real releases. Breaking its fix or its trigger is for `nox -s mutants`."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from packaging.version import Version
 
 from common import files
 from common.install import lanes, releases
-from common.packs.pack import find, load
+from common.packs.pack import find
 from common.run import runner
 from common.run.plan import Plan
 from common.store import receipt
@@ -46,54 +46,6 @@ def test_the_last_wrong_release_and_the_first_right_one(tmp_path, known):
     assert [row.verdict.outcome for row in right] == ["ABSENT", "NOTHING_TO_PATCH"]
     # The subject of a receipt is the very file that the index publishes.
     assert raw(right[0].receipt)["subject"][0]["digest"] == {"sha256": known["0.8.2"].sha256}
-
-
-@pytest.mark.parametrize("version", ["0.5.4", "0.7.0"])
-@pytest.mark.parametrize("transform", ["parameter", "weigh", "options", "save", "recompute"])
-def test_the_fix_without_one_of_its_transforms_is_red(tmp_path, known, version, transform):
-    unpatched, patched = run(tmp_path, known, version, drop=transform)
-    assert unpatched.as_expected
-    assert not patched.as_expected
-    assert patched.verdict.outcome == "CHANGED"
-
-
-def test_a_trigger_that_does_not_trigger_is_red(tmp_path, known):
-    """With weights that are all one, and a mask of ones, the wrong backward is right by coincidence."""
-    folder = tmp_path / PACK.folder.name
-    shutil.copytree(PACK.folder, folder)
-    script = folder / "repro.py"
-    text = script.read_text()
-    blunt = text.replace("torch.randn(B * S - 1)]", "torch.full((B * S - 1,), 2.0)]").replace("% 2.0", "* 0.0 + 1.0")
-    assert blunt.count("2.0)]") == blunt.count("* 0.0 + 1.0") == 1
-    script.write_text(blunt)
-    unpatched, patched = run(tmp_path / "results", known, "0.7.0", pack=load(folder))
-    assert unpatched.verdict.outcome == "ABSENT"
-    assert not unpatched.as_expected
-    assert not patched.as_expected
-
-
-@pytest.mark.parametrize(
-    ("break_it", "where"),
-    [
-        ("            logits_chunk.mul_(token_grad[start_idx:end_idx, None].abs())", "trigger"),
-        ("            logits_chunk.mul_(token_grad[start_idx:end_idx, None] * float('nan'))", "trigger"),
-        ("            logits_chunk.mul_(token_grad[start_idx:end_idx, None] * 0)", "trigger"),
-        ("            logits_chunk.mul_(-token_grad[start_idx:end_idx, None])", "trigger"),
-        ("            logits_chunk.mul_(token_grad[start_idx:end_idx, None] * 1.0001)", "trigger"),
-    ],
-    ids=["sign of weights lost", "NaN", "zeros", "wrong sign", "a factor"],
-)
-def test_a_fix_that_is_wrong_is_red(tmp_path, known, break_it, where):
-    folder = tmp_path / PACK.folder.name
-    shutil.copytree(PACK.folder, folder)
-    text = (folder / "fix.py").read_text()
-    right = "            logits_chunk.mul_(token_grad[start_idx:end_idx, None])"
-    assert text.count(right) == 1
-    (folder / "fix.py").write_text(text.replace(right, break_it))
-    unpatched, patched = run(tmp_path / "results", known, "0.7.0", pack=load(folder))
-    assert unpatched.as_expected
-    assert not patched.as_expected
-    assert patched.verdict.outcome != "ABSENT"
 
 
 def test_expected_holds_every_release_on_the_index_just_once(known):

@@ -201,7 +201,7 @@ def run(packs: Sequence[Pack], *, jobs: int, done: Callable[[Outcome], None]) ->
             for pack in packs
             for told, mutants in [of(pack)]
         ]
-        for pack, mutants, first in started:
+        for _, mutants, first in started:
             plan, release, unpatched = first.result()
             for future in [executor.submit(_run, plan, release, unpatched, mutant) for mutant in mutants]:
                 found.append(future.result())

@@ -9,6 +9,7 @@ import jinja2
 
 from common.errors import UserError
 from common.files import PACKS, write_atomically
+from common.packs import reportblock
 from common.packs.pack import load
 
 
@@ -31,7 +32,10 @@ def new_pack(number: int, slug: str, package: str, packs: Path = PACKS) -> list[
     for template in sorted(templates.glob("*.j2")):
         path = folder / template.stem
         text = environment.get_template(template.name).render(
-            name=f"pack{number:02d}", package=package, module=package.replace("-", "_").replace(".", "_")
+            name=f"pack{number:02d}",
+            package=package,
+            module=package.replace("-", "_").replace(".", "_"),
+            block=reportblock.TEXT,
         )
         write_atomically(path, text)
         written.append(path)

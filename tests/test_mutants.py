@@ -1,0 +1,80 @@
+"""The mutants: each pack's mutants.toml is sound, a poison poisons, and a mutant that nobody notices is said."""
+
+import json
+import shutil
+
+import pytest
+
+from common.dev import mutants
+from common.errors import UserError
+from common.packs.pack import all_packs, find, load
+from common.run import overlay
+from common.transforms import Transform, load_fix
+
+
+@pytest.mark.parametrize("pack", [p for p in all_packs() if p.kind != "selftest"], ids=lambda pack: pack.name)
+def test_each_pack_has_mutants_that_can_be_made(pack, tmp_path):
+    _, made = mutants.of(pack)
+    assert made or not pack.fix.is_file()
+    for i, mutant in enumerate(made):
+        folder = tmp_path / f"{i}" / pack.folder.name
+        shutil.copytree(pack.folder, folder)
+        if "_PACK10" in (pack.fix.read_text() if pack.fix.is_file() else ""):
+            shutil.copytree(find("pack10").folder, folder.parent / find("pack10").folder.name)
+        mutant.make(folder)
+        assert load_fix(folder / "fix.py") or mutant.kind == "blunted"
+
+
+@pytest.mark.parametrize(
+    ("place", "formula", "returned"),
+    [("", "-value", "[-3, 4]"), ("1", "value * 0", "[3, 0]"), ("", "value", "[3, 4]"), ("0", "value * 1.5", "[4.5, 4]")],
+)
+def test_a_poison_changes_what_is_returned(tmp_path, place, formula, returned):
+    source = "class A:\n    @staticmethod\n    def f():\n        return 3, 4\n\ndef g():\n    return 3\n"
+    (tmp_path / "site" / "toy").mkdir(parents=True)
+    (tmp_path / "site" / "toy" / "a.py").write_text(source)
+    name = "A.f" if place or formula == "value" else "g"
+    fix = mutants.poisoned({"toy/a.py": [Transform("none", lambda text: text)]}, "toy/a.py", name, place, formula)
+    overlay.apply_fix(fix, tmp_path / "site", tmp_path / "overlay")
+    spaces = {"__name__": "toy_a"}
+    import sys
+    import types
+
+    module = sys.modules["toy_a"] = types.ModuleType("toy_a")
+    spaces = module.__dict__
+    exec((tmp_path / "overlay" / "toy" / "a.py").read_text(), spaces)
+    found = [*spaces["A"].f()] if name == "A.f" else [spaces["g"](), 4]
+    assert json.dumps(found) == returned
+
+
+def test_a_mutants_file_that_is_not_sound_is_one_sentence(tmp_path):
+    folder = tmp_path / find("pack00").folder.name
+    shutil.copytree(find("pack00").folder, folder)
+    for text, said in (
+        ("poisson = 1", "unknown field `poisson`"),
+        ("[equivalent]\nnone-such = 'x'", "no transform 'none-such'"),
+        ("not toml", "mutants.toml"),
+    ):
+        (folder / "mutants.toml").write_text(text)
+        with pytest.raises(UserError, match=said):
+            mutants.of(load(folder))
+    (folder / "mutants.toml").write_text('[[wrong]]\nname = "x"\nedits = { "nowhere" = "y" }')
+    with pytest.raises(UserError, match="does not hold 'nowhere'"):
+        [mutant.make(folder) for mutant in mutants.of(load(folder))[1]]
+
+
+def test_a_mutant_that_is_not_noticed_is_a_survivor(tmp_path, monkeypatch):
+    """A wrong fix that is right at what the self-test looks at survives, and the table names it."""
+    packs = tmp_path / "packs"
+    shutil.copytree(find("pack00").folder, packs / find("pack00").folder.name)
+    folder = packs / find("pack00").folder.name
+    (folder / "mutants.toml").write_text(
+        'release = "1.0"\n[[wrong]]\nname = "right by chance"\nedits = { "sum(xs)" = "2.0 * len(xs)" }\n'
+    )
+    monkeypatch.setattr(mutants, "PACKS", packs)
+    monkeypatch.setattr(mutants, "CACHE", tmp_path / "cache")
+    found = mutants.run([load(folder)], jobs=1, done=lambda outcome: None)
+    assert [(o.kind, o.killed) for o in found] == [("dropped", True), ("wrong fix", False)]
+    text = mutants.table(found, {})
+    assert "| pack00 | 1 of 1 killed | – | 0 of 1 killed | – |" in text
+    assert "pack00, wrong fix, right by chance: ABSENT" in text
