@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -78,7 +79,19 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the fast tests, one real run of pack09 among them."""
-    run_tests(session, "not network and not browser and not cluster")
+    run_tests(session, "not hostile and not network and not browser and not cluster")
+
+
+@nox.session(default=False)
+def hostile(session: nox.Session) -> None:
+    """Attack the runner: its environments, its processes, the machine under it."""
+    run_tests(session, "hostile")
+
+
+@nox.session(default=False)
+def mutants(session: nox.Session) -> None:
+    """Break every fix and blunt every trigger: each has to turn its side red. nox -s mutants [-- pack09]."""
+    runner(session, "mutants", *session.posargs)
 
 
 @nox.session(default=False)
@@ -103,7 +116,8 @@ def run_tests(session: nox.Session, which: str) -> None:
     session.install("--quiet", "--editable", ".[cluster,site]", *nox.project.dependency_groups(PYPROJECT, "tests"))
     # A worker keeps a file's tests together: they share an installed release.
     given = session.posargs if "-m" in session.posargs else ["-m", which, *session.posargs]
-    session.run("pytest", "--numprocesses=auto", "--maxprocesses=4", "--dist=loadfile", *given)
+    # One more than there are cores: many of them wait for processes of theirs.
+    session.run("pytest", f"--numprocesses={min(4, (os.cpu_count() or 1) + 1)}", "--dist=loadfile", *given)
 
 
 @nox.session(default=False)

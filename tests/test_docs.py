@@ -1,19 +1,23 @@
 """What README and docs tell people to type exists, and what exists is told."""
 
+import contextlib
+import io
 import json
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 from helpers import ROOT
 from markdown_it import MarkdownIt
 
+from common.cli import COMMANDS, main
+from common.dev import fatbin
 from common.packs.pack import all_packs, find
 from common.publish import tables
 
-COMMANDS = ("run", "regress", "watch", "pins", "site", "attach", "new-pack", "tables", "regrade", "verify", "bench")
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("packs/*/README.md"))]
 
 
@@ -27,10 +31,10 @@ def commands():
                 )
 
 
-def help_of(*words, module="common"):
-    return subprocess.run(
-        [sys.executable, "-m", module, *words, "--help"], capture_output=True, text=True, check=True, cwd=ROOT
-    ).stdout
+def help_of(call):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+        call()
+    return out.getvalue()
 
 
 def test_every_session_that_is_named_is_there():
@@ -52,7 +56,7 @@ def test_every_option_that_is_named_is_there():
     known = set(
         re.findall(
             r"--[a-z][a-z-]+",
-            "".join(help_of(word) for word in COMMANDS) + help_of(module="common.dev.fatbin"),
+            "".join(help_of(partial(main, [word, "--help"])) for word in COMMANDS) + help_of(partial(fatbin.main, ["--help"])),
         )
     )
     known |= {"--shape", "--dtype", "--target", "--no-deps", "--no-index", "--package", "--shapes"}

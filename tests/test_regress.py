@@ -244,6 +244,7 @@ def running(cache, label=""):
     return found
 
 
+@pytest.mark.hostile
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill"])
 def test_a_call_that_was_stopped_goes_on_where_it_stopped(cli, cache, tmp_path, how):
     results = tmp_path / "r"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import struct
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 MAGIC = struct.pack("<I", 0xBA55ED50)
@@ -41,12 +42,12 @@ def cut(library: bytes, arch: int) -> tuple[bytes, int]:
     return bytes(out), kept
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m common.dev.fatbin", description=__doc__.splitlines()[2])
     parser.add_argument("library", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--arch", type=int, default=90, help="90 for sm_90 (the default)")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     try:
         library, kept = cut(options.library.read_bytes(), options.arch)
         if not kept:

@@ -9,6 +9,8 @@ from common.errors import UserError
 from common.install import integrity
 from common.run import runner
 
+pytestmark = pytest.mark.hostile
+
 BUGGY = "def total(xs):\n    return xs[0] * len(xs)\n"
 FIXED = "def total(xs):\n    return sum(xs)\n"
 

@@ -12,6 +12,8 @@ from common.run import pool, regress, runner
 from common.store import history
 from common.store.grade import CRASHES, grade
 
+pytestmark = pytest.mark.hostile
+
 OUTSIDE = ["SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGKILL", "SIGUSR1", "SIGALRM", "SIGXCPU"]
 
 

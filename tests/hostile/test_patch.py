@@ -8,6 +8,8 @@ from helpers import raw
 from common.errors import UserError
 from common.run.overlay import apply_patch, plain_name
 
+pytestmark = pytest.mark.hostile
+
 BUGGY = "def total(xs):\n    return xs[0] * len(xs)\n"
 
 

@@ -13,6 +13,8 @@ from common.install import environment
 from common.scrub import ALLOWED_ENV, Scrubber, run_env, without_password
 from common.store import receipt
 
+pytestmark = pytest.mark.hostile
+
 SECRET = "hunter2-hunter2-hunter2"
 
 

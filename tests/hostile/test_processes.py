@@ -12,6 +12,8 @@ from helpers import ROOT
 
 from common.process import run
 
+pytestmark = pytest.mark.hostile
+
 ESCAPES = {
     "holds stdout in a session of its own": "os.setsid()",
     "closes its output": "os.setsid(); [os.close(fd) for fd in (0, 1, 2)]",

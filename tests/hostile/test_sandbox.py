@@ -11,7 +11,10 @@ works = (
     shutil.which("bwrap")
     and not subprocess.run(["bwrap", "--unshare-all", "--ro-bind", "/", "/", "true"], capture_output=True).returncode
 )
-pytestmark = pytest.mark.skipif(not works, reason="bubblewrap is not installed, or may make no namespaces here")
+pytestmark = [
+    pytest.mark.hostile,
+    pytest.mark.skipif(not works, reason="bubblewrap is not installed, or may make no namespaces here"),
+]
 
 TRY = """
 import os, pathlib, socket, tempfile
