@@ -79,13 +79,19 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the fast tests, one real run of pack09 among them."""
-    run_tests(session, "not hostile and not network and not browser and not cluster")
+    run_tests(session, "not headers and not hostile and not network and not browser and not cluster")
 
 
 @nox.session(default=False)
 def hostile(session: nox.Session) -> None:
     """Attack the runner: its environments, its processes, the machine under it."""
     run_tests(session, "hostile")
+
+
+@nox.session(default=False)
+def headers(session: nox.Session) -> None:
+    """Install each script's header in an empty folder, and run it there alone."""
+    run_tests(session, "headers")
 
 
 @nox.session(default=False)

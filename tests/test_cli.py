@@ -46,7 +46,7 @@ def test_the_three_proofs_and_the_evidence_are_printed(cli, cache):
     assert "FIX_VALIDATED (evidence: source)" in done.stdout
     for proof in ("1. trigger", "2. control", "3. agreement"):
         assert done.stdout.count(proof) == 2
-    assert "reproducer-toy-1.0.patched.json" in done.stdout
+    assert "pack00/RELEASE.SIDE.json" in done.stdout
     assert "\x1b" not in done.stdout
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
+from rich import box
 from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
@@ -59,7 +60,8 @@ def _is_own(row: Row) -> bool:
 
 
 def number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1e}"
+    """With two digits, and as short as may be: 2.1e-7, 1e-5."""
+    return "–" if value is None else re.sub(r"(?<=e-)0|(?<=e)\+0?", "", f"{value:.2g}")
 
 
 def where(path: Path) -> str:
@@ -71,10 +73,12 @@ def where(path: Path) -> str:
 
 def table(rows: Sequence[Row], title: str) -> Table:
     folders = sorted({where(row.receipt.parent) for row in rows if row.receipt})
-    found = Table(title=Text(title), title_justify="left", header_style="bold", pad_edge=False)
-    found.caption = Text(f"receipts in {', '.join(folders)}/") if folders else None
+    found = Table(
+        title=Text(title), title_justify="left", header_style="bold", pad_edge=False, padding=(0, 1, 0, 0), box=box.SIMPLE_HEAD
+    )
+    found.caption = Text(f"receipts: {', '.join(folders)}/RELEASE.SIDE.json") if folders else None
     found.caption_justify = "left"
-    for column in ("release", "side", "verdict", "evidence", "bug error / limit / control", "s", "receipt"):
+    for column in ("release", "side", "verdict", "evidence", "bug / limit / control", "s"):
         found.add_column(column, justify="right" if column == "s" else "left", overflow="fold")
     for row in rows:
         verdict = row.verdict
@@ -88,15 +92,15 @@ def table(rows: Sequence[Row], title: str) -> Table:
             verdict.evidence if verdict.evidence != "none" else "–",
             " / ".join(map(number, errors)) if any(e is not None for e in errors) else "–",
             f"{row.seconds:.1f}" if row.ran else "–",
-            row.receipt.name if row.receipt else "–",
         )
     return found
 
 
 def proofs(rows: Sequence[Row], *, whole: bool = False) -> Table:
     """The proofs of each verdict that has them, a line each; for a side that was not needed, why. ``whole`` lists all controls."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True)
+    grid = Table.grid(padding=(0, 1))
+    longest = max((len(f"{row.cell.version} {row.cell.side}") for row in rows), default=0)
+    grid.add_column(no_wrap=True, min_width=max(longest, len("  4. validation")))
     grid.add_column(overflow="fold" if whole else "ellipsis", no_wrap=not whole)
     for row in rows:
         head = f"{row.cell.version} {row.cell.side}"
@@ -115,6 +119,7 @@ def _short(name: str, what: str) -> str:
     """A proof on one line: controls are counted, of the file that ran the name is said."""
     if name == "control":
         return f"{what.count('; ') + 1} passed"
+    what = re.sub(r" trigger \w+\(s\) ran on (.*) from ", r" ran on \1, ", what)
     return re.sub(r"(<\w+>/)\S+/", r"\1…/", what)
 
 
