@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 
 from rich.text import Text
 
@@ -18,6 +19,7 @@ factor), and with its trigger blunted. Exit status: 0 if each turned its side re
 
 def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:
     parser.add_argument("pack", nargs="*", help="pack09, 09 or 9 (default: all)")
+    parser.add_argument("--source", type=Path, metavar="DIR", help="a clone of the upstream, for bugs that are in no release")
     parser.add_argument("--jobs", type=int, metavar="N", help="mutants at a time (default: one a core)")
 
 
@@ -37,7 +39,7 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
         word = Text("✓ ", "green") if outcome.killed else Text("✗ ", "bold red")
         out.print(word + f"[{ended}/{count}] {outcome.pack} {outcome.kind} {outcome.name}: {outcome.saw}", soft_wrap=True)
 
-    found = mutants.run(chosen, jobs=options.jobs or max(1, os.cpu_count() or 1), done=done)
+    found = mutants.run(chosen, jobs=options.jobs or max(1, os.cpu_count() or 1), done=done, source=options.source)
     survived = [outcome for outcome in found if not outcome.killed]
     out.print(f"{len(found)} mutants, {len(survived)} not noticed.")
     if not options.pack:

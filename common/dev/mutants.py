@@ -21,7 +21,7 @@ from msgspec import Meta, Struct
 
 from common.errors import UserError
 from common.files import CACHE, PACKS
-from common.install import lanes
+from common.install import environment, lanes, sources
 from common.install.releases import Release, choose
 from common.packs.pack import Pack, load
 from common.run import plan as plans
@@ -61,6 +61,8 @@ class Mutants(Struct, forbid_unknown_fields=True):
 
     #: The release that is run; the first that the pack pins and expects to be wrong, where it is not given.
     release: str | None = None
+    #: The variant that is run: a commit, for a bug that is in no release.
+    variant: str = ""
     #: Transforms without which the fix is still right, and why.
     equivalent: dict[str, str] = {}
     #: File below site-packages -> functions in it ("Class.method"), with the places of what they return: "f 0 2", or "f".
@@ -192,16 +194,15 @@ _poison({target}, {name!r})
     return {**fix, file: [*fix.get(file, ()), more]}
 
 
-def run(packs: Sequence[Pack], *, jobs: int, done: Callable[[Outcome], None]) -> list[Outcome]:
-    """Run every mutant of some packs; ``done`` is told of each as it ends."""
+def run(packs: Sequence[Pack], *, jobs: int, done: Callable[[Outcome], None], source: Path | None = None) -> list[Outcome]:
+    """Run every mutant of some packs; ``done`` is told of each as it ends. ``source`` is a clone, for variants that are commits."""
     found = []
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch, ThreadPoolExecutor(jobs) as executor:
+        work = [(pack, *of(pack)) for pack in packs]
         started = [
-            (pack, mutants, executor.submit(_released, pack, told, Path(scratch), jobs))
-            for pack in packs
-            for told, mutants in [of(pack)]
+            (mutants, executor.submit(_released, pack, told, Path(scratch), jobs, source)) for pack, told, mutants in work
         ]
-        for _, mutants, first in started:
+        for mutants, first in started:
             plan, release, unpatched = first.result()
             for future in [executor.submit(_run, plan, release, unpatched, mutant) for mutant in mutants]:
                 found.append(future.result())
@@ -209,13 +210,21 @@ def run(packs: Sequence[Pack], *, jobs: int, done: Callable[[Outcome], None]) ->
     return found
 
 
-def _released(pack: Pack, told: Mutants, place: Path, jobs: int) -> tuple[Plan, Release, Row]:
+def _released(pack: Pack, told: Mutants, place: Path, jobs: int, source: Path | None) -> tuple[Plan, Release, Row]:
     """How the pack is run, on which release, and that release as it is."""
-    lane = lanes.choose(pack)
-    plan = plans.planned(pack, "", lane, jobs=jobs, results=place / pack.name, machine="mutants", cache=CACHE)
+    own = pack.variants.get(told.variant)
+    lane = lanes.choose(pack, own.lane if own else None)
+    wheels = {}
+    if own and own.source:
+        wheel = sources.wheel(pack, told.variant, source, CACHE)
+        wheels = {environment.read_wheel(wheel, pack.package)[1]: wheel}
+    plan = plans.planned(
+        pack, told.variant, lane, jobs=jobs, results=place / pack.name, machine="mutants", cache=CACHE, wheels=wheels
+    )
     wrong = [v for v in pack.pinned if (e := pack.expectation(v)) and e.outcome == "REPRODUCED"]
-    release = choose(pack, told.release or (wrong[0] if wrong else pack.pinned[0]), CACHE)[0][0]
-    return plan, release, runner.run_release(replace(plan, drop=None), release)[0]
+    wanted = told.release or (wrong[0] if wrong else pack.pinned[0])
+    release = Release(version=next(iter(wheels)), file="", sha256="") if wheels else choose(pack, wanted, CACHE)[0][0]
+    return plan, release, runner.run_release(plan, release)[0]
 
 
 def _run(plan: Plan, release: Release, unpatched: Row, mutant: Mutant) -> Outcome:
@@ -224,7 +233,7 @@ def _run(plan: Plan, release: Release, unpatched: Row, mutant: Mutant) -> Outcom
     shutil.copytree(PACKS, place / "packs", ignore=shutil.ignore_patterns("__pycache__"))
     folder = place / "packs" / plan.pack.folder.name
     mutant.make(folder)
-    changed = replace(plan, pack=load(folder).varied("", plan.lane), results=place / "results")
+    changed = replace(plan, pack=load(folder).varied(plan.variant, plan.lane), results=place / "results")
     rows = runner.run_release(changed, release, before=None if mutant.side == "unpatched" else unpatched)
     shutil.rmtree(place, ignore_errors=True)
     row = rows[0] if mutant.side == "unpatched" else rows[1]
