@@ -50,10 +50,11 @@ class Blunt(Struct, forbid_unknown_fields=True):
 
 
 class Edit(Struct, forbid_unknown_fields=True):
-    """A wrong fix: text of fix.py -> replacement."""
+    """A wrong fix: text of fix.py -> replacement. ``raises`` where it has to be noticed by its error; else a check has to fail."""
 
     name: str
     edits: dict[str, str]
+    raises: bool = False
 
 
 class Mutants(Struct, forbid_unknown_fields=True):
@@ -81,6 +82,7 @@ class Mutant:
     name: str
     side: str | None
     make: Callable[[Path], None]
+    raises: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +111,8 @@ def _dropped(pack: Pack, told: Mutants) -> Iterator[Mutant]:
         raise UserError(f"{pack.folder.name}/mutants.toml: there is no transform {strange[0]!r} in its fix.")
     for name in names:
         if name not in told.equivalent:
-            yield Mutant(kind="dropped", name=name, side="patched", make=_appended(f"without(FIX, {name!r})"))
+            make = _appended(f"without(FIX, {name!r})")
+            yield Mutant(kind="dropped", name=name, side="patched", make=make, raises=True)
 
 
 def _poisoned(told: Mutants) -> Iterator[Mutant]:
@@ -118,8 +121,6 @@ def _poisoned(told: Mutants) -> Iterator[Mutant]:
             name, *places = function.split(" ")
             for place in places or [""]:
                 for how, formula in POISONS.items():
-                    if how == "same" and place != (places or [""])[0]:
-                        continue  # The wrapper is the same for each place.
                     formula = formula.format(factor=told.factor)
                     code = f"poisoned(FIX, {file!r}, {name!r}, {place!r}, {formula!r})"
                     label = f"{name}{f'[{place}]' if place else ''}: {how}"
@@ -128,7 +129,8 @@ def _poisoned(told: Mutants) -> Iterator[Mutant]:
 
 def _wrong(told: Mutants) -> Iterator[Mutant]:
     for each in told.wrong:
-        yield Mutant(kind="wrong fix", name=each.name, side="patched", make=_edited("fix.py", each.edits))
+        make = _edited("fix.py", each.edits)
+        yield Mutant(kind="wrong fix", name=each.name, side="patched", make=make, raises=each.raises)
 
 
 def _blunted(told: Mutants) -> Iterator[Mutant]:
@@ -238,8 +240,20 @@ def _run(plan: Plan, release: Release, unpatched: Row, mutant: Mutant) -> Outcom
     shutil.rmtree(place, ignore_errors=True)
     row = rows[0] if mutant.side == "unpatched" else rows[1]
     saw = re.sub(r"\s+", " ", str(row.verdict))
-    killed = row.as_expected if mutant.side is None else not row.as_expected and row.verdict.outcome != "INFRA"
+    killed = row.as_expected if mutant.side is None else _noticed(row, mutant)
     return Outcome(pack=plan.pack.name, kind=mutant.kind, name=mutant.name, killed=killed, saw=saw)
+
+
+def _noticed(row: Row, mutant: Mutant) -> bool:
+    """Whether a pack has seen that something is wrong: a check failed, or where that will do, something raised.
+
+    A fix that does not apply, or a run that the machine broke, shows nothing.
+    """
+    verdict = row.verdict
+    raised = re.fullmatch(r"(validate: )?\w+(Error|Exception)", verdict.reason) is not None
+    if row.as_expected or (raised and not mutant.raises):
+        return False
+    return verdict.outcome in ("REPRODUCED", "CHANGED") or (mutant.kind == "blunted" and verdict.outcome == "ABSENT")
 
 
 def table(found: Sequence[Outcome], equivalent: dict[str, dict[str, str]]) -> str:

@@ -132,7 +132,7 @@ def _of_script(opening: dict[str, Any], body: list[str], closing: dict[str, Any]
     stopped, exit_code = closing.get("stopped"), closing.get("exit")
     if stopped == "nothing-to-patch":
         return Verdict(outcome="NOTHING_TO_PATCH", reason=str(closing.get("message", "")))
-    if stopped == "skipped":
+    if stopped == "skipped" and closing.get("verdict") in ("UNTESTABLE", "ERROR", "INFRA"):
         return Verdict(outcome=str(closing.get("verdict")), reason=str(closing.get("message", "")))
     if stopped in ("lost", "infra", "exec"):
         return Verdict(outcome="INFRA", reason=str(closing.get("reason") or stopped))
@@ -176,6 +176,9 @@ def _proved(opening: dict[str, Any], body: list[str], exit_code: object, sentine
     if outcome == "UNTESTABLE":
         if not reason:
             raise Disagreement("UNTESTABLE came without a reason")
+        said = [facts.get("verdict") for line in body if (facts := _object(line)).get("report") == 1]
+        if any(verdict != outcome for verdict in said):
+            raise Disagreement(f"the sentinel says {sentinel!r} and the JSON line says {said[0]!r}")
         return Verdict(outcome=outcome, reason=reason)
     facts = _facts(body, sentinel)
     if facts.get("verdict") != outcome:
@@ -231,7 +234,7 @@ def _measured(evidence: str, origin: str, facts: dict[str, Any]) -> Verdict:
     metrics = _metrics(facts)
     if failed := [c.name for c in checks if not c.ok]:
         raise Disagreement(f"it measured something that is not right: {', '.join(failed)}")
-    if not metrics:
+    if not _has_number(metrics):
         raise Disagreement("MEASURED without a number")
     passed = tuple(c.name for c in checks)
     return Verdict(outcome="MEASURED", evidence=evidence, proofs={"trigger": origin}, passed=passed, metrics=metrics)
@@ -317,9 +320,9 @@ def _weighed(outcome: str, evidence: str, origin: str, facts: dict[str, Any], se
     if failed := [c.name for c in controls if not c.ok]:
         raise Disagreement(f"{sentinel}, but the control failed: {', '.join(failed)}")
     numeric = [c for c in triggers if c.limit is not None]
-    bug = max((c.error or 0.0 for c in numeric), default=None)
-    worst = max(numeric, key=lambda c: c.error or 0.0, default=None)
-    limit = worst.limit if worst else None
+    # The one that is the farthest over its own limit, or the nearest to it.
+    worst = max(numeric, key=_ratio, default=None)
+    bug, limit = (worst.error, worst.limit) if worst else (None, None)
     control = max((c.error or 0.0 for c in controls if c.limit is not None), default=None)
     seen = any(not c.ok for c in triggers)
     if seen != (outcome == "REPRODUCED"):
@@ -336,7 +339,7 @@ def _weighed(outcome: str, evidence: str, origin: str, facts: dict[str, Any], se
             "control": "passed: " + "; ".join(c.name for c in controls),
             "agreement": f"exit {EXIT[outcome]}, JSON {outcome} and {sentinel} agree",
         },
-        claims=tuple(c for c in CLAIMS if c in (facts.get("claims") or ())),
+        claims=_claims(facts, checks),
         passed=tuple(c.name for c in checks if c.passed),
         failed=tuple(c.name for c in checks if not c.passed),
         metrics=_metrics(facts),
@@ -345,11 +348,32 @@ def _weighed(outcome: str, evidence: str, origin: str, facts: dict[str, Any], se
         if unlike := [c.name for c in by_role["signature"] if not c.ok]:
             raise Disagreement(f"wrong results, but not with the declared signature: {', '.join(unlike)}")
         # Where a statement failed, and no number did, there is no number to be too near its limit.
-        if any(not c.ok for c in numeric) and bug is not None and limit is not None and not bug >= MARGIN * limit:
+        if worst and not worst.ok and _ratio(worst) < MARGIN:
             return _without_margin(verdict)
     if limit is not None and control is not None and not limit >= MARGIN * control:
         return _without_margin(verdict)
     return verdict
+
+
+def _ratio(check: _Check) -> float:
+    return (check.error or 0.0) / (check.limit or 1.0)
+
+
+def _claims(facts: dict[str, Any], checks: Sequence[_Check]) -> tuple[str, ...]:
+    """What is claimed beyond the verdict: each claim names the checks that it rests on by words of their names."""
+    claims = facts.get("claims") or {}
+    if "reproducer" in facts:  # Logs from before the report block did not say.
+        return tuple(c for c in CLAIMS if c in claims)
+    if not isinstance(claims, dict):
+        raise Disagreement("a claim has to name the checks that it rests on")
+    for claim, words in claims.items():
+        if (
+            claim not in CLAIMS
+            or not any(str(words) in c.name for c in checks)
+            or not all(c.ok for c in checks if str(words) in c.name)
+        ):
+            raise Disagreement(f"the claim {plain(str(claim))} rests on no check, or on one that failed")
+    return tuple(c for c in CLAIMS if c in claims)
 
 
 def _without_margin(verdict: Verdict) -> Verdict:
@@ -362,6 +386,11 @@ def _without_margin(verdict: Verdict) -> Verdict:
         control_error=verdict.control_error,
         metrics=verdict.metrics,
     )
+
+
+def _has_number(value: Any) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(map(_has_number, inner)) or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def _metrics(facts: dict[str, Any]) -> dict[str, Any]:

@@ -1,15 +1,17 @@
 """The deep check of a fix of pack04: every gradient is, bit for bit, the release's, and right against the definition in fp64.
 
-Runs after repro.py on the patched side: dense, grouped with a ragged last chunk, and sequences of several lengths in one.
+Runs after repro.py on the patched side: dense, grouped with a ragged last chunk, sequences of several lengths in one, without D and
+Z, and with states that are given and returned (the last two bit for bit alone).
 """
 
-import importlib.util
+import importlib
 import math
-from importlib.metadata import distribution
+import sys
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from repro import FACTS, check, device, finish, gradients, inputs, interpreted, release
+from repro import FACTS, check, device, finish, inputs, interpreted, release
 
 NAMES = ("dQ", "dK", "dV", "dADT", "dDT", "dTrap", "dQ_bias", "dK_bias", "dAngles", "dD", "dZ")
 #: What the kernel at issue computes. Angles are summed over the sequence in bf16 on a GPU, so theirs and dDT's errors grow with S.
@@ -32,12 +34,27 @@ CASES = (
 
 
 def original():
-    """The release's own module, which the patched one hides."""
-    path = distribution("mamba-ssm").locate_file("mamba_ssm/ops/triton/mamba3/mamba3_siso_bwd.py")
-    spec = importlib.util.spec_from_file_location("original_bwd", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """The release's own modules, all of them: what the patched ones hide on sys.path is imported for once in their place."""
+    file = FACTS["file"]
+    overlay = str(Path(file).parents[4])
+    patched = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "mamba_ssm"}
+    sys.path.remove(overlay)
+    importlib.invalidate_caches()
+    own = release()
+    assert FACTS["file"] != file
+    for name in [name for name in sys.modules if name.split(".")[0] == "mamba_ssm"]:
+        del sys.modules[name]
+    sys.path.insert(0, overlay)
+    sys.modules.update(patched)
+    FACTS["file"] = file
+    return own
+
+
+def gradients(function, tensors, grad):
+    """The gradients of what requires one; of the arguments of the function: dQ, dK, dV, dADT, …, dZ."""
+    leaves = [None if t is None else t.detach().clone().requires_grad_() for t in tensors]
+    function(*leaves).backward(grad)
+    return [leaf.grad for leaf in leaves if leaf is not None]
 
 
 def definition(Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D, Z):
@@ -72,32 +89,52 @@ def by_definition(lengths):
     return function
 
 
+def compare(name, by_kernel, fixed, released, tensors, grad):
+    """All gradients with the release's modules and with the patched ones; those of the fix."""
+    found, again, before = (gradients(by_kernel(siso), tensors, grad) for siso in (fixed, fixed, released))
+    check("control", f"{name}: a second run is bitwise equal", all(map(torch.equal, found, again)))
+    check("trigger", f"{name}: all {len(found)} gradients are the release's, bit for bit", all(map(torch.equal, found, before)))
+    return found
+
+
+def with_states(siso, chunk):
+    """Input states are given and final ones returned; both get gradients. Angle, SSM, K and V state are the last four leaves."""
+
+    def function(*leaves):
+        out, *final = siso.mamba3_siso_combined(
+            *leaves[:-4], chunk_size=chunk, Input_States=leaves[-4:], return_final_states=True
+        )
+        return torch.cat([t.float().flatten() for t in (out, *final)])
+
+    return function
+
+
 def main():
-    siso = release()
-    fixed, released = siso.compute_dqkv, original().compute_dqkv
+    fixed, released = release(), original()
     for name, shape, chunk, lengths in CASES:
         ends = torch.tensor([0, *lengths], device=device).cumsum(0).int() if lengths else None
 
-        def by_kernel(*leaves, chunk=chunk, ends=ends):
-            return siso.mamba3_siso_combined(*leaves, chunk_size=chunk, cu_seqlens=ends)
+        def by_kernel(siso, chunk=chunk, ends=ends):
+            return lambda *leaves: siso.mamba3_siso_combined(*leaves, chunk_size=chunk, cu_seqlens=ends)
 
         tensors, grad = inputs(*shape)
-        found, again = gradients(by_kernel, tensors, grad), gradients(by_kernel, tensors, grad)
-        siso.compute_dqkv = released
-        before = gradients(by_kernel, tensors, grad)
-        siso.compute_dqkv = fixed
-        check("control", f"{name}: a second run is bitwise equal", all(map(torch.equal, found, again)))
-        check(
-            "trigger",
-            f"{name}: all {len(found)} gradients are the release's, bit for bit",
-            all(map(torch.equal, found, before)),
-        )
+        found = compare(name, by_kernel, fixed, released, tensors, grad)
         right = gradients(by_definition(lengths), [t.double() for t in tensors], grad.double())
         errors = {n: ((g.double() - r).norm() / r.norm()).item() for n, g, r in zip(NAMES, found, right, strict=True)}
         FACTS["metrics"].setdefault("errors", {})[name] = errors
         for n in OWN:
             check("trigger", f"{name}: {n} against fp64", error=errors[n], limit=LIMIT)
-    FACTS["claims"] = ["BITWISE_IDENTICAL"]
+    _, (B, S, G, H, N, P), chunk, _ = CASES[0]
+    tensors, grad = inputs(B, S, G, H, N, P)
+    bare = [*tensors[:9], None, None]
+    compare(
+        "without D and Z", lambda s: lambda *x: s.mamba3_siso_combined(*x[:9], chunk_size=chunk), fixed, released, bare, grad
+    )
+    shapes = ((B, H, N // 2), (B, H, P, N), (B, H, N), (B, H, P))
+    states = [0.1 * torch.randn(shape, device=device) for shape in shapes]
+    grad = torch.randn(grad.numel() + sum(t.numel() for t in states), device=device)
+    compare("input and final states", lambda s: with_states(s, chunk), fixed, released, [*tensors, *states], grad)
+    FACTS["claims"] = {"BITWISE_IDENTICAL": "bit for bit"}
     finish()
 
 

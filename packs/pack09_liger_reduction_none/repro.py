@@ -82,13 +82,13 @@ def main(options):
         check(role, name, error=error(got, want), limit=limit)
         return got[1:], want[1:]
 
-    compare("control", "mean", reduction="mean")
+    compare("control", "mean", 3.0, reduction="mean")
     _, plain = compare("control", "none, summed: a gradient of stride 0", reduction="none")
     wrong, _ = compare("trigger", "none x a weight of either sign for each token", weight, reduction="none")
     masked, want = compare("trigger", "none x a 0/1 loss mask without token 0", mask, reduction="none")
-    rest = {"label_smoothing": 0.1, "lse_square_scale": 1e-3, "reduction": "none", "ignore_index": int(y[1])}
-    compare("trigger", "none x weights: bias, smoothing, z-loss, ignore_index", weight, (x, w, b), y.clamp(min=0), **rest)
-    check("signature", "gradients are grad_output[0] x the unweighted ones", error(wrong, [2.0 * t for t in plain]) <= limit)
+    options = {"label_smoothing": 0.1, "lse_square_scale": 1e-3, "reduction": "none", "ignore_index": int(y[1])}
+    compare("trigger", "none x weights: bias, smoothing, z-loss, ignore_index", weight, (x, w, b), y.clamp(min=0), **options)
+    check("signature", "gradients are grad_output[0] x unweighted ones", error(wrong, [weight[0] * t for t in plain]) <= limit)
     check("signature", "token 0 masked: all gradients are zero", not any(g.any() for g in masked))
     folded = run(liger, (x, w), torch.where(mask.bool(), y, -100), reduction="sum")[1:]
     check("control", "workaround: 0/1 mask folded into the labels, sum", error=error(folded, want), limit=limit)

@@ -3,7 +3,7 @@
 Runs after repro.py on the patched side. ``mean`` and ``sum`` have to stay what the release computes, byte for byte.
 """
 
-import importlib.util
+import importlib
 import inspect
 import itertools
 import sys
@@ -11,21 +11,28 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from repro import check, device, eager, error, finish, liger, release, run
+from repro import FACTS, check, device, eager, error, finish, liger, release, run
 
 # A power of two: with another V the release's own softcap is wrong up to 0.8.3. repro.py has V = 200.
-B, S, H, V = 1, 6, 16, 64  # three chunks of two tokens
+B, S, H, V = 1, 7, 16, 64  # three chunks of two tokens and one of one
 LIMIT = 1e-5
 
 
 def as_released():
-    """The file that the release installed, which the patched one hides: the next of its name on sys.path."""
-    name = "liger_kernel/ops/fused_linear_cross_entropy.py"
-    files = [Path(folder, name) for folder in sys.path if Path(folder, name).is_file()]
-    spec = importlib.util.spec_from_file_location("as_released", files[1])
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.LigerFusedLinearCrossEntropyFunction
+    """The release's own function with all that it imports: what hides it on sys.path is left out for once."""
+    file = FACTS["file"]
+    overlay = str(Path(file).parents[2])
+    patched = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "liger_kernel"}
+    sys.path.remove(overlay)
+    importlib.invalidate_caches()
+    function = release().LigerFusedLinearCrossEntropyFunction
+    assert FACTS["file"] != file
+    for name in [name for name in sys.modules if name.split(".")[0] == "liger_kernel"]:
+        del sys.modules[name]
+    sys.path.insert(0, overlay)
+    sys.modules.update(patched)
+    FACTS["file"] = file
+    return function
 
 
 def definition(x, w, y, b=None, *, softcap=None, use_token_scaling=False, **given):
@@ -57,10 +64,10 @@ def main():
     }
     classes = torch.rand(V, device=device) + 0.5
 
-    def compare(name, labels, scale, tensors, accum_dtype=None, ce_weight=None, **given):
+    def compare(name, labels, scale, tensors, ce_weight=None, **given):
         weight = {} if ce_weight is None else {"weight": ce_weight.double()}
         want = run(definition, [t.double() for t in tensors], labels, scale, reduction="none", **weight, **given)
-        got = run(liger, tensors, labels, scale, reduction="none", ce_weight=ce_weight, accum_dtype=accum_dtype, **given)
+        got = run(liger, tensors, labels, scale, reduction="none", ce_weight=ce_weight, **given)
         check("trigger", name, error=error(got, want), limit=LIMIT)
 
     grid = itertools.product((0, 1), (0.0, 0.1), (0.0, 1e-3), (0, 1), ignored)
@@ -79,11 +86,23 @@ def main():
     for name, weight in weights.items():
         compare(f"weights {name}", y, weight, (x, w))
     compare("ignore_index 5", torch.where(y % 4 == 0, 5, y), weights["dense"], (x, w), ignore_index=5)
-    options = {"accum_dtype": torch.float32, "use_token_scaling": True}
+    options = {"use_token_scaling": True}
     # Triton's interpreter cannot run the release's own softcap, whatever the reduction.
     options |= {"softcap": 3.0} if device == "cuda" else {}
     for name in sorted(options.keys() & takes):
         compare(name, y, weights["dense"], (x, w), **{name: options[name]})
+    leaf, want = x.clone().requires_grad_(), x.double().requires_grad_()
+    liger(leaf, w, y, reduction="none").backward(weights["dense"])
+    eager(want, w.double(), y, reduction="none").backward(weights["dense"].double())
+    check("trigger", "a frozen weight", error=error([leaf.grad], [want.grad]), limit=LIMIT)
+    # Two losses before one backward, as several heads have them.
+    first, second = (t.clone().requires_grad_() for t in (x, x))
+    losses = liger(first, w, y, reduction="none"), liger(second, w, ignored["some"], reduction="mean")
+    torch.autograd.backward(losses, (weights["dense"], torch.ones_like(losses[1])))
+    mean = run(eager, [x.double(), w.double()], ignored["some"], reduction="mean")[1]
+    check(
+        "trigger", "none and mean before one backward", error=error([first.grad, second.grad], [want.grad, mean]), limit=LIMIT
+    )
     finish()
 
 
