@@ -162,6 +162,11 @@ class Pack:
         scripts = [self.script, self.script_of(variant)]
         deep = self.deep_check(variant)
         scripts += [deep] if deep and side == "patched" else []
+        for script in scripts:  # With what a script imports from beside it.
+            beside = (
+                self.folder / f"{name}.py" for name in re.findall(r"^(?:from|import) (\w+)", script.read_text(), re.MULTILINE)
+            )
+            scripts += [path for path in beside if path.is_file() and path not in scripts]
         hashes = {}
         for script in dict.fromkeys(scripts):
             text = script.read_text(encoding="utf-8")

@@ -339,7 +339,7 @@ def _weighed(outcome: str, evidence: str, origin: str, facts: dict[str, Any], se
             "control": "passed: " + "; ".join(c.name for c in controls),
             "agreement": f"exit {EXIT[outcome]}, JSON {outcome} and {sentinel} agree",
         },
-        claims=_claims(facts, checks),
+        claims=_claims(facts, checks) if outcome == "ABSENT" else (),
         passed=tuple(c.name for c in checks if c.passed),
         failed=tuple(c.name for c in checks if not c.passed),
         metrics=_metrics(facts),
