@@ -112,7 +112,10 @@ def test_the_workflow_makes_its_matrix_and_calls_what_is_there(tmp_path):
     import yaml
 
     workflow = yaml.safe_load((ROOT / "docs" / "github-actions.yml").read_text())
-    plan, cpu, gpu = (workflow["jobs"][name] for name in ("plan", "cpu", "gpu"))
+    plan, cpu, gpu, nightly = (workflow["jobs"][name] for name in ("plan", "cpu", "gpu", "nightly"))
+    noxfile = (ROOT / "noxfile.py").read_text()
+    for session in nightly["strategy"]["matrix"]["session"]:
+        assert f"def {session}(" in noxfile or f'name="{session}"' in noxfile
     script = next(step["run"] for step in plan["steps"] if step.get("id") == "matrix")
     environ = {
         **os.environ,

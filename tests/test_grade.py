@@ -142,3 +142,74 @@ def test_exit_codes_are_those_of_git_bisect_run():
     assert EXIT["ABSENT"] == 0
     assert 1 <= EXIT["REPRODUCED"] < 125
     assert EXIT["CHANGED"] == EXIT["UNTESTABLE"] == 125
+
+
+REPORT = {
+    "report": 1,
+    "evidence": "interpreter",
+    "file": "<release>/toy/__init__.py",
+    "version": "1.0",
+    "verdict": "ABSENT",
+    "metrics": {},
+    "checks": [
+        {"role": "control", "name": "mean", "error": 1e-7, "limit": 1e-5, "ok": True},
+        {"role": "trigger", "name": "dense: bit for bit", "ok": True},
+    ],
+}
+
+
+def report(*, sentinel="BUG_ABSENT", exit=0, **changes):
+    return grade(make_log({**REPORT, **changes}, sentinel=sentinel, exit=exit))
+
+
+@pytest.mark.parametrize(
+    ("claims", "given"),
+    [
+        ({}, ()),
+        ({"BITWISE_IDENTICAL": "bit for bit"}, ("BITWISE_IDENTICAL",)),
+        (["BITWISE_IDENTICAL"], None),
+        ({"BITWISE_IDENTICAL": "no such check"}, None),
+        ({"PERFECT": "mean"}, None),
+    ],
+)
+def test_a_claim_rests_on_checks(claims, given):
+    verdict = report(claims=claims)
+    assert (verdict.outcome, verdict.claims) == (("ABSENT", given) if given is not None else ("ERROR", ()))
+
+
+def test_a_claim_is_none_where_the_fix_is_wrong():
+    checks = [REPORT["checks"][0], {**REPORT["checks"][1], "ok": False}]
+    claims = {"BITWISE_IDENTICAL": "bit for bit"}
+    verdict = report(checks=checks, claims=claims, verdict="REPRODUCED", sentinel="BUG_REPRODUCED", exit=10)
+    assert (verdict.outcome, verdict.claims) == ("REPRODUCED", ())
+
+
+@pytest.mark.parametrize(
+    ("errors", "outcome"),
+    [
+        # (error, limit) of each trigger: each is held against its own limit.
+        ([(1e-2, 1e-5), (5e-2, 1e-1)], "REPRODUCED"),
+        ([(1.5e-5, 1e-5), (5e-2, 1e-1)], "UNTESTABLE: margin"),
+        ([(9e-6, 1e-5), (5e-2, 1e-1)], "ABSENT"),
+    ],
+)
+def test_a_margin_is_that_of_the_check_which_failed(errors, outcome):
+    triggers = [{"role": "trigger", "name": f"{e}", "error": e, "limit": limit, "ok": e <= limit} for e, limit in errors]
+    wrong = not all(t["ok"] for t in triggers)
+    how = {"verdict": "REPRODUCED", "sentinel": "BUG_REPRODUCED", "exit": 10} if wrong else {}
+    assert str(report(checks=[REPORT["checks"][0], *triggers], **how)) == outcome
+
+
+def test_what_was_not_run_gives_no_verdict_of_its_own():
+    for word, outcome in (("UNTESTABLE", "UNTESTABLE"), ("ABSENT", "ERROR"), ("REPRODUCED", "ERROR")):
+        assert grade(make_log(body=[], exit=None, stopped="skipped", verdict=word)).outcome == outcome
+
+
+def test_untestable_beside_another_word_in_the_json_line_is_an_error():
+    assert report(sentinel="UNTESTABLE: no-api", exit=125).outcome == "ERROR"
+    assert str(report(verdict="UNTESTABLE", sentinel="UNTESTABLE: no-api", exit=125)) == "UNTESTABLE: no-api"
+
+
+def test_measured_needs_a_number():
+    for metrics, outcome in (({"ms": {"a": [1.5]}}, "MEASURED"), ({"a": None, "b": "x", "c": True}, "ERROR"), ({}, "ERROR")):
+        assert report(verdict="MEASURED", metrics=metrics, sentinel="MEASURED").outcome == outcome
