@@ -127,12 +127,12 @@ def test_a_pre_release_is_advised_only_where_there_is_no_other():
 @pytest.mark.parametrize(
     ("runs", "drawn"),
     [
-        ([seen("0.1")], "✗ I"),
-        ([seen("0.1"), seen("0.1", "ABSENT", side="patched")], "✗→✓ I"),
-        ([seen("0.1"), seen("0.1", machine="gpu", evidence="device:sm_90")], "✗ D"),
-        ([seen("0.1"), seen("0.1", "ABSENT", machine="gpu", evidence="device:sm_90")], "✓ D ✗ I"),
-        ([seen("0.1", stale=True)], "(✗ I)"),
-        ([seen("0.1"), seen("0.1", "ABSENT", machine="gpu", evidence="device:sm_90", stale=True)], "✗ I"),
+        ([seen("0.1")], "● I"),
+        ([seen("0.1"), seen("0.1", "ABSENT", side="patched")], "●→○ I"),
+        ([seen("0.1"), seen("0.1", machine="gpu", evidence="device:sm_90")], "● D"),
+        ([seen("0.1"), seen("0.1", "ABSENT", machine="gpu", evidence="device:sm_90")], "○ D ● I"),
+        ([seen("0.1", stale=True)], "(● I)"),
+        ([seen("0.1"), seen("0.1", "ABSENT", machine="gpu", evidence="device:sm_90", stale=True)], "● I"),
         ([seen("0.1", "UNTESTABLE")], "?"),
         ([seen("0.1", "CHANGED")], "~ I"),
         ([], ""),
@@ -148,7 +148,7 @@ def test_the_matrix_shows_what_came_back():
     assert "First bad 0.1, last bad 0.3, first good 0.10. It came twice" in text
     assert "Fix: commit 9ac26bb8, first released in 0.8.2." in text
     rows = [line for line in text.splitlines() if line.startswith("| 0") and line.count("|") == 3]
-    assert rows == ["| 0.10 | ✓ I |", "| 0.3 | ✗ I |", "| 0.2 | ~ I |", "| 0.1 | ✗ I |"]
+    assert rows == ["| 0.10 | ○ I |", "| 0.3 | ● I |", "| 0.2 | ~ I |", "| 0.1 | ● I |"]
     assert "<table>" in MarkdownIt("gfm-like", {"linkify": False}).render(text)
 
 

@@ -16,9 +16,9 @@ from common.store.grade import strength
 from common.store.history import History, Seen, Stretch, best, ranges, stretches, strongest
 
 #: How a verdict is drawn; the letter beside it is the first of its evidence level.
-GLYPH = {"REPRODUCED": "✗", "ABSENT": "✓", "CHANGED": "~", "UNTESTABLE": "?", "ERROR": "!"}
+GLYPH = {"REPRODUCED": "●", "ABSENT": "○", "CHANGED": "~", "UNTESTABLE": "?", "ERROR": "!"}
 LEGEND = (
-    "✗ the bug is there · ✗→✓ and the pack's fix cures it · ✓ it is not there · ~ something else happens · ? it cannot be told · "
+    "● the bug is there · ●→○ and the pack's fix cures it · ○ it is not there · ~ something else happens · ? it cannot be told · "
     "! the harness failed · ≈ flaky, its runs differ · blank: never run. "
     "Letters, weakest evidence first: S source, I interpreter, C codegen, E emulated, D device. In brackets: stale, "
     "the script or the fix has changed since."
@@ -43,7 +43,7 @@ def glyph(sides: Mapping[str, Sequence[Seen]]) -> str:
         drawn.setdefault(seen.outcome, seen)
     words = []
     for seen in drawn.values():
-        mark = GLYPH.get(seen.outcome, "!") + ("→✓" if history.cured(seen, sides) else "")
+        mark = GLYPH.get(seen.outcome, "!") + ("→○" if history.cured(seen, sides) else "")
         letter = "" if seen.evidence == "none" else f" {seen.evidence[0].upper()}"
         mark += "≈" if seen.flaky else ""
         words.append(f"({mark}{letter})" if seen.stale else f"{mark}{letter}")
