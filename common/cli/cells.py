@@ -79,7 +79,7 @@ def session(
         yield workers, plan_for, results, machine
 
 
-def told(work: Work, out: Console, *, dry: bool = False) -> None:
+def announce(work: Work, out: Console, *, dry: bool = False) -> None:
     """What is to be done, before it is."""
     for warning in work.warnings:
         out.print(Text(warning, "yellow"), soft_wrap=True)

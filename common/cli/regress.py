@@ -38,11 +38,11 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
             regress.plan, packs, plan_for=plan_for, which=options.releases, since=options.since, again=options.again
         )
         if options.dry_run:
-            cells.told(choose(load()), out, dry=True)
+            cells.announce(choose(load()), out, dry=True)
             return common.OK
         with regress.alone(results, machine) as journal:
             work = choose(load())
-            cells.told(work, out)
+            cells.announce(work, out)
             found = cells.run(work, journal, workers, load, options, out)
     cells.bring_up_to_date(results, out)
     cells.show(found, out, results / machine)

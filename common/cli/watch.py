@@ -50,7 +50,7 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
         load = partial(history.load, results, common.packs(out) if options.results is None else packs)
         with regress.alone(results, machine) as journal:
             work = regress.plan(packs, load(), plan_for=plan_for, newer=True, pre=options.pre, pending=regress.pending(journal))
-            cells.told(work, out)
+            cells.announce(work, out)
             found = cells.run(work, journal, workers, load, options, out, deliver=partial(_deliver, options.json))
     cells.bring_up_to_date(results, out)
     cells.show(found, out, results / machine)
