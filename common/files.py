@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from msgspec import Meta
+
 from common.errors import Interrupted, writing
 
 if sys.platform != "win32":
@@ -65,3 +67,8 @@ def locked(path: Path, *, wait: bool = True, shared: bool = False) -> Iterator[N
                 if STOPPED.wait(0.05):
                     raise Interrupted from None
         yield
+
+
+def like(pattern: str) -> Meta:
+    """A constraint on text that is read: all of it matches ``pattern``. (Python's $ lets a line feed follow.)"""
+    return Meta(pattern=f"^(?:{pattern})$(?!\\n)")

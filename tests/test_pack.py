@@ -87,6 +87,10 @@ def test_an_upstream_that_asks_for_a_newer_python_is_told_of_it_where_this_one_i
         ('"<2" =', '"<1" =', "which no \\[expected\\] range holds"),
         ('"<2" =', '"<=2" =', None),
         ("title", "title title", "not valid TOML"),
+        ('"<2" = { verdict = "REPRODUCED"', '"<2" = { verdict = "REPRODUCED\\n"', r"expected.<2.verdict"),
+        ('pinned = ["1.0"]', 'pinned = ["1.0"]\nprefix = "src/\\n"', "prefix"),
+        ('pinned = ["1.0"]', 'pinned = ["1.0"]\nvariants = { a = { sorce = "x" } }', "variants.a: .*known are arguments, lane"),
+        ('pinned = ["1.0"]', 'pinned = ["1.0"]\nthreads = ["https://x/\\n"]', "threads"),
     ],
 )
 def test_a_bad_one_is_refused_by_file_and_key(tmp_path, old, new, said):

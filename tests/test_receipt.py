@@ -159,3 +159,42 @@ def test_the_machines_name_is_no_host_name():
 
     assert re.fullmatch(r"[a-z0-9_-]+", machine.machine_name())
     assert socket.gethostname() not in machine.machine_name()
+
+
+@pytest.mark.parametrize(
+    "text", ['{"x": 1, ', "[1, 2", "12,", '{"subject": 3,\n<<<<<<< HEAD', '{"x":' + "[" * 100_000, '{"subject": 3}']
+)
+def test_what_is_wrong_before_it_breaks_off_is_one_sentence_too(tmp_path, store, text):
+    path = store(tmp_path)
+    path.write_text(text)
+    with pytest.raises(UserError, match=path.name):
+        receipt.read(path)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("_type",), None),
+        (("predicateType",), None),
+        (("subject", 0, "digest"), {}),
+        (("predicate", "configuration", 0, "digest"), {}),
+        (("predicate", "configuration", 0, "digest"), {"record_sha256": "0" * 64}),
+        (("predicate", "reproducer", "environment", "gpus"), [{"name": "x"}]),
+        (("predicate", "reproducer", "variant"), "a\n"),
+        (("predicate", "reproducer", "bug_error"), -1.0),
+    ],
+)
+def test_nothing_is_left_out_and_nothing_else_gets_in(tmp_path, store, place, value):
+    path = store(tmp_path)
+    document = json.loads(path.read_text())
+    *above, last = place
+    inner = document
+    for key in above:
+        inner = inner[key]
+    if value is None:
+        del inner[last]
+    else:
+        inner[last] = value
+    path.write_text(json.dumps(document))
+    with pytest.raises(UserError, match="is not valid"):
+        receipt.read(path)

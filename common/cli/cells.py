@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -73,8 +72,8 @@ def session(
             own = pack.variants.get(variant)
             lane = (own.lane if own else None) or strongest[pack.name]
             # On a cluster it is not known how many runs share a machine's cores.
-            beside = os.cpu_count() or 1 if options.scheduler else jobs
-            return plans.planned(pack, variant, lane, jobs=beside, results=results, machine=machine)
+            threads = 1 if options.scheduler else plans.threads_each(jobs)
+            return plans.planned(pack, variant, lane, threads=threads, results=results, machine=machine)
 
         yield workers, plan_for, results, machine
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.text import Text
 
 from common.cli import common, report
+from common.errors import UserError
 from common.files import ROOT, write_atomically
 from common.packs.pack import find
 
@@ -26,6 +27,8 @@ def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:
 def call(options: argparse.Namespace, extra: list[str]) -> int:
     from common.dev import mutants
 
+    if options.jobs is not None and options.jobs < 1:
+        raise UserError(f"--jobs {options.jobs} is not a number of at least 1.")
     out = report.console()
     chosen = [find(name) for name in options.pack] or common.about_upstreams(out)
     for pack in chosen:

@@ -102,7 +102,7 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
         pack,
         variant,
         lane,
-        jobs=jobs,
+        threads=plans.threads_each(jobs),
         patch=options.patch,
         drop=options.without,
         here=options.here,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec.toml
 from msgspec import Meta, Struct
@@ -43,17 +43,17 @@ class Blunt(Struct, forbid_unknown_fields=True):
     """Edits of the pack's scripts by which the trigger does not trigger, or a check does not check: text -> replacement."""
 
     name: str
-    edits: dict[str, str]
+    edits: Annotated[dict[str, str], Meta(min_length=1)]
     file: str = "repro.py"
     #: Which side has to turn red.
-    side: str = "unpatched"
+    side: Literal["unpatched", "patched"] = "unpatched"
 
 
 class Edit(Struct, forbid_unknown_fields=True):
     """A wrong fix: text of fix.py -> replacement. ``raises`` where it has to be noticed by its error; else a check has to fail."""
 
     name: str
-    edits: dict[str, str]
+    edits: Annotated[dict[str, str], Meta(min_length=1)]
     raises: bool = False
 
 
@@ -101,6 +101,8 @@ def of(pack: Pack) -> tuple[Mutants, list[Mutant]]:
         told = msgspec.toml.decode(path.read_bytes(), type=Mutants) if path.is_file() else Mutants()
     except msgspec.DecodeError as error:
         raise UserError(f"{pack.folder.name}/mutants.toml: {error}.") from error
+    if (told.poison or told.wrong) and not pack.fix.is_file():
+        raise UserError(f"{pack.folder.name}/mutants.toml: the pack has no fix.py to be broken.")
     return told, [*_dropped(pack, told), *_poisoned(told), *_wrong(told), *_blunted(told)]
 
 
@@ -150,6 +152,8 @@ def _appended(expression: str) -> Callable[[Path], None]:
 
 def _edited(name: str, edits: dict[str, str]) -> Callable[[Path], None]:
     def make(folder: Path) -> None:
+        if not (folder / name).is_file():
+            raise UserError(f"{folder.name}/mutants.toml: there is no {name} beside it.")
         text = (folder / name).read_text(encoding="utf-8")
         for old, new in edits.items():
             if old not in text:
@@ -221,7 +225,14 @@ def _released(pack: Pack, told: Mutants, place: Path, jobs: int, source: Path | 
         wheel = sources.wheel(pack, told.variant, source, CACHE)
         wheels = {environment.read_wheel(wheel, pack.package)[1]: wheel}
     plan = plans.planned(
-        pack, told.variant, lane, jobs=jobs, results=place / pack.name, machine="mutants", cache=CACHE, wheels=wheels
+        pack,
+        told.variant,
+        lane,
+        threads=plans.threads_each(jobs),
+        results=place / pack.name,
+        machine="mutants",
+        cache=CACHE,
+        wheels=wheels,
     )
     wrong = [v for v in pack.pinned if (e := pack.expectation(v)) and e.outcome == "REPRODUCED"]
     wanted = told.release or (wrong[0] if wrong else pack.pinned[0])

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -18,7 +18,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from common.errors import UserError
-from common.files import PACKS
+from common.files import PACKS, like
 from common.packs import reportblock
 
 if sys.version_info >= (3, 11):
@@ -26,6 +26,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+T = TypeVar("T")
 Kind = Literal["wrong-result", "crash", "capture", "compile", "memory", "refactor", "contract", "selftest"]
 #: What a release may be expected to show. ERROR is the harness's fault and INFRA the machine's, so only the self-test may.
 OUTCOMES = ("REPRODUCED", "ABSENT", "CHANGED", "UNTESTABLE", "ERROR", "INFRA")
@@ -55,9 +56,9 @@ class Variant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     requires: tuple[str, ...] = ()
     verdict: str | None = None
     #: A commit of the upstream, which is run in place of a release.
-    source: Annotated[str, Meta(pattern="^[0-9a-f]{40}$")] | None = None
+    source: Annotated[str, like("[0-9a-f]{40}")] | None = None
     #: measure.py, where the variant measures and gives no verdict on the bug.
-    script: Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]*\.py$")] | None = None
+    script: Annotated[str, like(r"[a-z][a-z0-9_]*\.py")] | None = None
 
     def __post_init__(self) -> None:
         if self.source and not self.verdict:
@@ -157,14 +158,15 @@ class Pack:
     def hashes(self, side: str, lane_files: Iterable[Path] = (), variant: str = "") -> dict[str, str]:
         """sha256 of all that decides what a run of ``side`` shows: files, pins and settings. A receipt with others is stale."""
         # A fix that takes edits from another pack's names its folder.
-        named = re.findall(r"pack\d\d(?=_)", self.fix.read_text(encoding="utf-8")) if self.fix.is_file() else []
+        named = re.findall(r"""["'](pack\d\d)_""", self.fix.read_text(encoding="utf-8")) if self.fix.is_file() else []
         fixes = [self.fix, *(find(name, self.folder.parent).fix for name in dict.fromkeys(named))]
         scripts = [self.script, self.script_of(variant)]
         deep = self.deep_check(variant)
         scripts += [deep] if deep and side == "patched" else []
         for script in scripts:  # With what a script imports from beside it.
             beside = (
-                self.folder / f"{name}.py" for name in re.findall(r"^(?:from|import) (\w+)", script.read_text(), re.MULTILINE)
+                self.folder / f"{name}.py"
+                for name in re.findall(r"^(?:from|import) (\w+)", script.read_text(encoding="utf-8"), re.MULTILINE)
             )
             scripts += [path for path in beside if path.is_file() and path not in scripts]
         hashes = {}
@@ -243,23 +245,34 @@ def load(folder: Path) -> Pack:
     if isinstance(raw.get("variants"), dict):
         raw["variants"] = {n: {"arguments": v} if isinstance(v, list) else v for n, v in raw["variants"].items()}
     try:
-        described = msgspec.convert(raw, type=_Toml)
-        return _pack(folder, described)
-    except msgspec.ValidationError as error:
-        what, _, at = str(error).partition(" - at ")
-        raise UserError(f"{where}: {at.strip('`').removeprefix('$.').removeprefix('$') or 'the file'}: {what}.") from error
+        # One by one, for msgspec does not say which entry of a table is wrong.
+        for table, kind in (("expected", _Expected), ("variants", Variant)):
+            for key, value in raw[table].items() if isinstance(raw.get(table), dict) else ():
+                _converted(f"{table}.{key}", value, kind)
+        return _pack(folder, _converted("", raw, _Toml))
     except ValueError as error:
         raise UserError(f"{where}: {error}.") from error
 
 
-_File = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]*\.py$")]
+def _converted(key: str, value: Any, kind: type[T]) -> T:
+    try:
+        return msgspec.convert(value, type=kind)
+    except msgspec.ValidationError as error:
+        what, _, at = str(error).partition(" - at ")
+        at = at.strip("`").removeprefix("$").lstrip(".").replace("key` in `$.", "a key of ")
+        if "unknown field" in what:
+            what += f"; known are {', '.join(kind.__struct_fields__)}"  # type: ignore[attr-defined]
+        raise ValueError(f"{'.'.join(filter(None, (key, at))) or 'the file'}: {what}") from error
+
+
+_File = Annotated[str, like(r"[a-z][a-z0-9_]*\.py")]
 #: owner/name#number, or an address.
-_Thread = Annotated[str, Meta(pattern=r"^([A-Za-z0-9._-]+/[A-Za-z0-9._-]+#\d+|https?://[^\s<>\"'()]+)$")]
+_Thread = Annotated[str, like(r"[A-Za-z0-9._-]+/[A-Za-z0-9._-]+#\d+|https?://[^\s<>\"'()]+")]
 _Positive = Annotated[float, Meta(gt=0, le=1e9)]
 
 
 class _Expected(Struct, forbid_unknown_fields=True):
-    verdict: Annotated[str, Meta(pattern=f"^({'|'.join(OUTCOMES)})(: .+)?$")]
+    verdict: Annotated[str, like(f"({'|'.join(OUTCOMES)})(: .+)?")]
     why: Annotated[str, Meta(min_length=1)]
 
     def __post_init__(self) -> None:
@@ -280,13 +293,13 @@ class _Toml(Struct, forbid_unknown_fields=True, kw_only=True):
     requires: list[str] = []
     threads: list[_Thread] = []
     fixed: dict[str, str] = {}
-    variants: dict[Annotated[str, Meta(pattern="^[a-z0-9.-]+$")], Variant] = {}
+    variants: dict[Annotated[str, like("[a-z0-9.-]+")], Variant] = {}
     wheels: _File | None = None
     nightly: str | None = None
     pins: dict[str, list[str]] = {}
-    python: Annotated[str, Meta(pattern=r"^3\.\d{1,3}$")] | None = None
+    python: Annotated[str, like(r"3\.\d{1,3}")] | None = None
     beside: list[str] = []
-    prefix: Annotated[str, Meta(pattern=r"^(?:[A-Za-z0-9_-][A-Za-z0-9._-]*/)*$")] = ""
+    prefix: Annotated[str, like(r"(?:[A-Za-z0-9_-][A-Za-z0-9._-]*/)*")] = ""
     tree: list[str] = []
     as_files: bool = False
     tools: list[str] = []

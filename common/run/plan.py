@@ -49,11 +49,11 @@ class Plan:
 Task = tuple[Plan, Release]
 
 
-def planned(pack: Pack, variant: str, lane: str, *, jobs: int, **given: Any) -> Plan:
-    """How ``pack`` is run in one of its lanes and variants, beside ``jobs - 1`` others; ``given`` are fields of `Plan`."""
+def planned(pack: Pack, variant: str, lane: str, **given: Any) -> Plan:
+    """How ``pack`` is run in one of its lanes and variants; ``given`` are fields of `Plan`."""
     own = pack.variants.get(variant)
     given = {"arguments": own.arguments, **given} if own else given
-    return Plan(pack=pack.varied(variant, lane), lane=lane, variant=variant, threads=threads_each(jobs), **given)
+    return Plan(pack=pack.varied(variant, lane), lane=lane, variant=variant, **given)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 from packaging.version import Version
 
 from common.errors import UserError
-from common.files import RESULTS, locked, write_atomically
+from common.files import RESULTS, like, locked, write_atomically
 from common.install import releases
 from common.install.releases import Release
 from common.packs.pack import Pack
@@ -29,9 +29,6 @@ from common.run.pool import Pool
 from common.store import history, receipt
 from common.store.cell import SIDES, Cell, order
 from common.store.history import Change, History, Seen
-
-#: Which releases a call is about.
-WHICH = ("all", "pinned", "new")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,7 +201,7 @@ def alone(results: Path, machine: str) -> Iterator[Path]:
         ) from error
 
 
-class Was(Struct, frozen=True):
+class Was(Struct, frozen=True, forbid_unknown_fields=True):
     """What a cell showed."""
 
     outcome: str
@@ -217,7 +214,7 @@ class Journal(Struct, forbid_unknown_fields=True):
 
     schema: Literal[1]
     started: list[str]
-    cells: dict[Annotated[str, Meta(pattern=r"^\S+ \S+ \S+ (un)?patched( \S+)?$")], Was | None]
+    cells: dict[Annotated[str, like(r"\S+ \S+ \S+ (un)?patched( \S+)?")], Was | None]
 
 
 def _journal(path: Path) -> Journal | None:

@@ -112,7 +112,8 @@ def _grade(opening: dict[str, Any], body: list[str], closing: dict[str, Any]) ->
         ran = f"{len(deep.passed)} checks of validate.py passed"
         found = {**verdict.metrics, **({"validate": dict(deep.metrics)} if deep.metrics else {})}
         passed = (*verdict.passed, *(f"validate: {name}" for name in deep.passed))
-        worst = max(verdict, deep, key=lambda each: -1.0 if each.bug_error is None else each.bug_error)
+        # The one that is nearer to its limit.
+        worst = max(verdict, deep, key=lambda each: (each.bug_error or 0.0) / each.limit if each.limit else -1.0)
         return replace(
             verdict,
             proofs={**verdict.proofs, "validation": ran},
@@ -120,7 +121,7 @@ def _grade(opening: dict[str, Any], body: list[str], closing: dict[str, Any]) ->
             passed=passed,
             bug_error=worst.bug_error,
             limit=worst.limit,
-            control_error=max((each.control_error for each in (verdict, deep) if each.control_error is not None), default=None),
+            control_error=verdict.control_error if worst.control_error is None else worst.control_error,
             claims=deep.claims or verdict.claims,
         )
     if deep.outcome == "REPRODUCED":
@@ -369,7 +370,8 @@ def _claims(facts: dict[str, Any], checks: Sequence[_Check]) -> tuple[str, ...]:
     for claim, words in claims.items():
         if (
             claim not in CLAIMS
-            or not any(str(words) in c.name for c in checks)
+            or not words
+            or not any(str(words) in c.name for c in checks if c.role != "note")
             or not all(c.ok for c in checks if str(words) in c.name)
         ):
             raise Disagreement(f"the claim {plain(str(claim))} rests on no check, or on one that failed")

@@ -18,15 +18,15 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from common.errors import UserError, writing
-from common.files import locked, write_atomically
+from common.files import like, locked, write_atomically
 from common.install.machine import MACHINE, describe_machine
 from common.scrub import plain
 from common.store.cell import Cell
 from common.store.grade import Verdict
 
 SCHEMA = 2
-STATEMENT = "https://in-toto.io/Statement/v1"
-PREDICATE = "https://in-toto.io/attestation/test-result/v0.1"
+STATEMENT: Literal["https://in-toto.io/Statement/v1"] = "https://in-toto.io/Statement/v1"
+PREDICATE: Literal["https://in-toto.io/attestation/test-result/v0.1"] = "https://in-toto.io/attestation/test-result/v0.1"
 #: Folders in results/ that are no machine's: what is made to be attached, and runs under review.
 NO_RECORD = ("attach", "badges", "review")
 #: in-toto's word for each outcome: does the release (or the fix) pass the test that the bug is not there?
@@ -38,14 +38,9 @@ _RESULT: Mapping[str, Literal["PASSED", "FAILED"]] = {
 }
 
 
-def _like(pattern: str) -> Meta:
-    # Python's $ lets a line feed follow.
-    return Meta(pattern=f"^{pattern}$(?!\\n)")
-
-
-Sha256 = Annotated[str, _like("[0-9a-f]{64}")]
-Word = Annotated[str, _like("[A-Za-z0-9][A-Za-z0-9._+!-]*")]
-Time = Annotated[str, _like(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")]
+Sha256 = Annotated[str, like("[0-9a-f]{64}")]
+Word = Annotated[str, like("[A-Za-z0-9][A-Za-z0-9._+!-]*")]
+Time = Annotated[str, like(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")]
 Error = Annotated[float, Meta(ge=0, le=1e308)] | None
 Count = Annotated[int, Meta(ge=0)]
 
@@ -60,6 +55,14 @@ class Digest(_Strict):
     sha256: Sha256 | UnsetType = UNSET
     record_sha256: Sha256 | UnsetType = UNSET
 
+    def __post_init__(self) -> None:
+        if not (self.sha256 or self.record_sha256):
+            raise ValueError("a digest needs sha256 or record_sha256")
+
+
+class FileDigest(_Strict):
+    sha256: Sha256
+
 
 class Subject(_Strict):
     """The file of the release that was run."""
@@ -73,11 +76,11 @@ class Configuration(_Strict):
     """A file (or the pins, or the settings) that decides what a run shows."""
 
     name: str
-    digest: Digest
+    digest: FileDigest
 
 
 class NamedLog(_Strict):
-    name: Annotated[str, _like(r"[A-Za-z0-9][A-Za-z0-9._+!-]*\.log")]
+    name: Annotated[str, like(r"[A-Za-z0-9][A-Za-z0-9._+!-]*\.log")]
     sha256: Sha256
 
 
@@ -98,7 +101,7 @@ class Run(_Strict):
 class Patch(_Strict):
     """The diff that was run; of somebody else's, also which of its files were applied."""
 
-    name: Annotated[str, _like("[A-Za-z0-9][A-Za-z0-9._+!-]*"), Meta(max_length=200)]
+    name: Annotated[str, like("[A-Za-z0-9][A-Za-z0-9._+!-]*"), Meta(max_length=200)]
     sha256: Sha256
     applied: list[str] | UnsetType = UNSET
     skipped: list[str] | UnsetType = UNSET
@@ -119,7 +122,7 @@ class Surroundings(_Strict):
     torch: str | None
     triton: str | None
     cuda: str | None
-    gpus: list[dict[str, str]]
+    gpus: list[dict[str, str]]  # name, compute_cap, …
     settings: dict[str, str]
     distributions: list[Distribution]
 
@@ -129,15 +132,15 @@ class Facts(_Strict):
 
     schema: Literal[1, 2]
     runner: str
-    pack: Annotated[str, _like("pack[0-9]{2}")]
+    pack: Annotated[str, like("pack[0-9]{2}")]
     dist: Word
-    version: Annotated[str, _like("[0-9][A-Za-z0-9._+!-]*")]
+    version: Annotated[str, like("[0-9][A-Za-z0-9._+!-]*")]
     side: Literal["unpatched", "patched"]
-    variant: Annotated[str, _like("[a-z0-9.-]*")]
-    lane: Annotated[str, _like("[a-z0-9-]+")]
+    variant: Annotated[str, like("[a-z0-9.-]*")]
+    lane: Annotated[str, like("[a-z0-9-]+")]
     outcome: Literal["REPRODUCED", "ABSENT", "CHANGED", "UNTESTABLE", "ERROR", "NOTHING_TO_FIX", "NOTHING_TO_PATCH", "MEASURED"]
     reason: str
-    evidence: Annotated[str, _like("(none|source|interpreter|codegen|emulated|device:sm_[0-9a-z]+)")]
+    evidence: Annotated[str, like("(none|source|interpreter|codegen|emulated|device:sm_[0-9a-z]+)")]
     bug_error: Error
     limit: Error
     control_error: Error
@@ -158,6 +161,8 @@ class Facts(_Strict):
     runs: Annotated[list[Run], Meta(min_length=2)] | UnsetType = UNSET
 
     def __post_init__(self) -> None:
+        if any(not {"name", "compute_cap"} <= set(gpu) for gpu in self.environment.gpus):
+            raise ValueError("a GPU needs name and compute_cap")
         if self.outcome in ("REPRODUCED", "ABSENT", "NOTHING_TO_FIX"):
             if not {"trigger", "control", "agreement"} <= set(self.proofs):
                 raise ValueError(f"{self.outcome} needs the three proofs: trigger, control, agreement")
@@ -173,11 +178,11 @@ class Predicate(_Strict, rename="camel"):
     reproducer: Facts
 
 
-class Receipt(_Strict, kw_only=True, rename={"type_": "_type", "predicate_type": "predicateType"}):
+class Receipt(_Strict, rename={"type_": "_type", "predicate_type": "predicateType"}):
     """Receipt of one run: an in-toto Statement of the test-result predicate."""
 
-    type_: Literal["https://in-toto.io/Statement/v1"] = STATEMENT  # type: ignore[assignment]
-    predicate_type: Literal["https://in-toto.io/attestation/test-result/v0.1"] = PREDICATE  # type: ignore[assignment]
+    type_: Literal["https://in-toto.io/Statement/v1"]
+    predicate_type: Literal["https://in-toto.io/attestation/test-result/v0.1"]
     subject: Annotated[list[Subject], Meta(min_length=1, max_length=1)]
     predicate: Predicate
 
@@ -192,7 +197,7 @@ class Receipt(_Strict, kw_only=True, rename={"type_": "_type", "predicate_type":
     @property
     def hashes(self) -> dict[str, str]:
         """The sha256 of all that decided the run; where they are not the pack's of today, the receipt is stale."""
-        return {entry.name: entry.digest.sha256 or "" for entry in self.predicate.configuration}
+        return {entry.name: entry.digest.sha256 for entry in self.predicate.configuration}
 
 
 class NewerReceipt(UserError):
@@ -222,9 +227,14 @@ def derived(verdict: Verdict) -> tuple[dict[str, Any], dict[str, Any]]:
 def made(verdict: Verdict, *, subject: Subject, hashes: Mapping[str, str], **facts: Any) -> Receipt:
     """The receipt of one run: ``facts`` are those of `Facts` that do not follow from the verdict, free of private words."""
     predicate, shown = derived(verdict)
-    configuration = [Configuration(name=name, digest=Digest(sha256=digest)) for name, digest in sorted(hashes.items())]
+    configuration = [Configuration(name=name, digest=FileDigest(sha256=digest)) for name, digest in sorted(hashes.items())]
     reproducer = Facts(schema=2, **shown, **facts)
-    return Receipt(subject=[subject], predicate=Predicate(**predicate, configuration=configuration, reproducer=reproducer))
+    return Receipt(
+        type_=STATEMENT,
+        predicate_type=PREDICATE,
+        subject=[subject],
+        predicate=Predicate(**predicate, configuration=configuration, reproducer=reproducer),
+    )
 
 
 def text(receipt: Receipt) -> str:
@@ -247,7 +257,10 @@ def write(
     step; then the logs that no receipt names any more go.
     """
     document = text(receipt)
-    _decoded(document)
+    try:
+        _decoded(document)
+    except msgspec.MsgspecError as error:
+        raise UserError(f"The receipt of {cell} would not be valid: {plain(str(error))}.") from error
     folder = results / machine / cell.pack
     log_name = receipt.facts.log.name
     path = folder / f"{cell.stem}.json"
@@ -311,9 +324,9 @@ def read(path: Path) -> Receipt:
     except OSError as error:
         raise UserError(f"The receipt {path} cannot be read: {error.strerror}.") from error
     try:
+        version = _schema(data)
         return _decoded(data)
     except msgspec.ValidationError as error:
-        version = _schema(data)
         if version > SCHEMA:
             raise NewerReceipt(
                 f"The receipt {path} has schema {version}; this runner knows {SCHEMA}: update the checkout."
