@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -205,18 +206,27 @@ def run(packs: Sequence[Pack], *, jobs: int, done: Callable[[Outcome], None], so
     found = []
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch, ThreadPoolExecutor(jobs) as executor:
         work = [(pack, *of(pack)) for pack in packs]
-        started = [
-            (mutants, executor.submit(_released, pack, told, Path(scratch), jobs, source)) for pack, told, mutants in work
-        ]
-        for mutants, first in started:
-            plan, release, unpatched = first.result()
-            for future in [executor.submit(_run, plan, release, unpatched, mutant) for mutant in mutants]:
-                found.append(future.result())
-                done(found[-1])
+        stop = threading.Event()
+        try:
+            started = [
+                (mutants, executor.submit(_released, pack, told, Path(scratch), jobs, source, stop))
+                for pack, told, mutants in work
+            ]
+            for mutants, first in started:
+                plan, release, unpatched = first.result()
+                for future in [executor.submit(_run, plan, release, unpatched, mutant, stop) for mutant in mutants]:
+                    found.append(future.result())
+                    done(found[-1])
+        except BaseException:  # Ctrl-C among them: what runs is ended, what waits is not begun.
+            stop.set()
+            executor.shutdown(wait=True, cancel_futures=True)
+            raise
     return found
 
 
-def _released(pack: Pack, told: Mutants, place: Path, jobs: int, source: Path | None) -> tuple[Plan, Release, Row]:
+def _released(
+    pack: Pack, told: Mutants, place: Path, jobs: int, source: Path | None, stop: threading.Event
+) -> tuple[Plan, Release, Row]:
     """How the pack is run, on which release, and that release as it is."""
     own = pack.variants.get(told.variant)
     lane = lanes.choose(pack, own.lane if own else None)
@@ -237,17 +247,17 @@ def _released(pack: Pack, told: Mutants, place: Path, jobs: int, source: Path | 
     wrong = [v for v in pack.pinned if (e := pack.expectation(v)) and e.outcome == "REPRODUCED"]
     wanted = told.release or (wrong[0] if wrong else pack.pinned[0])
     release = Release(version=next(iter(wheels)), file="", sha256="") if wheels else choose(pack, wanted, CACHE)[0][0]
-    return plan, release, runner.run_release(plan, release)[0]
+    return plan, release, runner.run_release(plan, release, stop=stop)[0]
 
 
-def _run(plan: Plan, release: Release, unpatched: Row, mutant: Mutant) -> Outcome:
+def _run(plan: Plan, release: Release, unpatched: Row, mutant: Mutant, stop: threading.Event) -> Outcome:
     place = plan.results / uuid.uuid4().hex[:12]
     # All packs: a fix may take edits from another's.
     shutil.copytree(PACKS, place / "packs", ignore=shutil.ignore_patterns("__pycache__"))
     folder = place / "packs" / plan.pack.folder.name
     mutant.make(folder)
     changed = replace(plan, pack=load(folder).varied(plan.variant, plan.lane), results=place / "results")
-    rows = runner.run_release(changed, release, before=None if mutant.side == "unpatched" else unpatched)
+    rows = runner.run_release(changed, release, before=None if mutant.side == "unpatched" else unpatched, stop=stop)
     shutil.rmtree(place, ignore_errors=True)
     row = rows[0] if mutant.side == "unpatched" else rows[1]
     saw = re.sub(r"\s+", " ", str(row.verdict))

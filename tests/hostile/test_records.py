@@ -221,6 +221,7 @@ def test_ctrl_c_on_a_cluster_is_clean(tmp_path):
     code = f"""
 import sys
 from common.run import runner, pool
+from common.run.plan import Plan
 from common.packs.pack import find
 from common.install.releases import Release
 from pathlib import Path
