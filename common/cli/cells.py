@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from common.cli import report
-from common.cli.common import about_upstreams, base, pool_options, results_option
+from common.cli.common import about_upstreams, base, pool_options, results_option, warn
 from common.errors import UserError
 from common.files import CACHE, RESULTS
 from common.install import lanes
@@ -81,7 +81,7 @@ def session(
 def announce(work: Work, out: Console, *, dry: bool = False) -> None:
     """What is to be done, before it is."""
     for warning in work.warnings:
-        out.print(Text(warning, "yellow"), soft_wrap=True)
+        warn(warning, out)
     by_pack: dict[str, list[str]] = {}
     for planned, release in work.tasks:
         named = f"{planned.pack.name} {planned.variant}".rstrip()
@@ -104,9 +104,8 @@ def run(
     *,
     deliver: Callable[[Report], None] = lambda found: None,
 ) -> Report:
-
     for label in runner.killed(CACHE):
-        out.print(Text(f"A run that was killed was cleared away: {label}.", "yellow"))
+        warn(f"A run that was killed was cleared away: {label}.", out)
     needed = [planned.pack.at(release.version) for planned, release in work.tasks]
     for pack in {pack.requires: pack for pack in needed}.values():
         base(pack, out)
@@ -118,13 +117,12 @@ def run(
             load,
             confirm=options.confirm,
             done=follow,
-            say=lambda line: out.print(Text(line, "yellow"), soft_wrap=True),
+            say=lambda line: warn(line, out),
             deliver=deliver,
         )
 
 
 def bring_up_to_date(results: Path, out: Console) -> None:
-
     if results == RESULTS.resolve():
         for path in tables.update():
             out.print(f"rewritten: {path}", markup=False)
@@ -132,9 +130,8 @@ def bring_up_to_date(results: Path, out: Console) -> None:
 
 def show(found: Report, out: Console, folder: Path) -> None:
     """The closing lines, the changes last."""
-
     for label in found.killed:
-        out.print(Text(f"Run again, for an earlier run of it had been killed: {label}.", "yellow"), soft_wrap=True)
+        warn(f"Run again, for an earlier run of it had been killed: {label}.", out)
     for problem in found.problems:
         out.print(Text(f"✗ {problem}", "red"), soft_wrap=True)
     for line in found.unexpected:

@@ -31,9 +31,8 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
         raise UserError(f"--jobs {options.jobs} is not a number of at least 1.")
     out = report.console()
     chosen = [find(name) for name in options.pack] or common.about_upstreams(out)
-    for pack in chosen:
-        common.base(pack, out)
     count = sum(len(mutants.of(pack)[1]) for pack in chosen)
+    out.print(f"{count} mutants of {len(chosen)} pack(s); what their releases share is installed first.", markup=False)
     ended = 0
 
     def done(outcome: mutants.Outcome) -> None:

@@ -114,7 +114,7 @@ def _dropped(pack: Pack, told: Mutants) -> Iterator[Mutant]:
         raise UserError(f"{pack.folder.name}/mutants.toml: there is no transform {strange[0]!r} in its fix.")
     for name in names:
         if name not in told.equivalent:
-            make = _appended(f"without(FIX, {name!r})")
+            make = _appended(f"drop(FIX, {name!r})")
             yield Mutant(kind="dropped", name=name, side="patched", make=make, raises=True)
 
 
@@ -146,7 +146,9 @@ def _appended(expression: str) -> Callable[[Path], None]:
 
     def make(folder: Path) -> None:
         with (folder / "fix.py").open("a", encoding="utf-8") as file:
-            file.write(f"\nfrom common.dev.mutants import poisoned, without  # noqa\n\nFIX = {expression}\n")
+            file.write(
+                f"\nfrom common.dev.mutants import poisoned  # noqa\nfrom common.run.overlay import drop  # noqa\n\nFIX = {expression}\n"
+            )
 
     return make
 
@@ -163,10 +165,6 @@ def _edited(name: str, edits: dict[str, str]) -> Callable[[Path], None]:
         (folder / name).write_text(text, encoding="utf-8")
 
     return make
-
-
-def without(fix: Fix, name: str) -> Fix:
-    return {file: [t for t in transforms if t.name != name] for file, transforms in fix.items()}
 
 
 def poisoned(fix: Fix, file: str, function: str, place: str, formula: str) -> Fix:

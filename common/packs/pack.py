@@ -151,9 +151,11 @@ class Pack:
 
     def _with(self, pins: Iterable[str]) -> Pack:
         """This pack with some more requirements, each in place of the one of the same name."""
-        requires = {Requirement(pin).name: pin for pin in self.requires}
         more = {Requirement(pin).name: pin for pin in pins}
-        return replace(self, requires=tuple({**requires, **more}.values())) if more else self
+        if not more:  # As for most receipts, each of which asks.
+            return self
+        requires = {Requirement(pin).name: pin for pin in self.requires}
+        return replace(self, requires=tuple({**requires, **more}.values()))
 
     def hashes(self, side: str, lane_files: Iterable[Path] = (), variant: str = "") -> dict[str, str]:
         """sha256 of all that decides what a run of ``side`` shows: files, pins and settings. A receipt with others is stale."""

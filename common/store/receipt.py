@@ -24,7 +24,7 @@ from common.scrub import plain
 from common.store.cell import Cell
 from common.store.grade import Verdict
 
-SCHEMA = 2
+SCHEMA: Literal[2] = 2
 STATEMENT: Literal["https://in-toto.io/Statement/v1"] = "https://in-toto.io/Statement/v1"
 PREDICATE: Literal["https://in-toto.io/attestation/test-result/v0.1"] = "https://in-toto.io/attestation/test-result/v0.1"
 #: Folders in results/ that are no machine's: what is made to be attached, and runs under review.
@@ -228,7 +228,7 @@ def made(verdict: Verdict, *, subject: Subject, hashes: Mapping[str, str], **fac
     """The receipt of one run: ``facts`` are those of `Facts` that do not follow from the verdict, free of private words."""
     predicate, shown = derived(verdict)
     configuration = [Configuration(name=name, digest=FileDigest(sha256=digest)) for name, digest in sorted(hashes.items())]
-    reproducer = Facts(schema=2, **shown, **facts)
+    reproducer = Facts(schema=SCHEMA, **shown, **facts)
     return Receipt(
         type_=STATEMENT,
         predicate_type=PREDICATE,
@@ -324,14 +324,14 @@ def read(path: Path) -> Receipt:
     except OSError as error:
         raise UserError(f"The receipt {path} cannot be read: {error.strerror}.") from error
     try:
-        version = _schema(data)
-        return _decoded(data)
-    except msgspec.ValidationError as error:
-        if version > SCHEMA:
-            raise NewerReceipt(
-                f"The receipt {path} has schema {version}; this runner knows {SCHEMA}: update the checkout."
-            ) from None
-        raise UserError(f"The receipt {path} is not valid: {plain(str(error))}.") from error
+        try:
+            return _decoded(data)
+        except msgspec.ValidationError as error:  # What is read again may break off behind what is not valid.
+            if (version := _schema(data)) > SCHEMA:
+                raise NewerReceipt(
+                    f"The receipt {path} has schema {version}; this runner knows {SCHEMA}: update the checkout."
+                ) from None
+            raise UserError(f"The receipt {path} is not valid: {plain(str(error))}.") from error
     except (msgspec.DecodeError, ValueError, RecursionError, OverflowError) as error:
         raise UserError(
             f"The receipt {path} is not whole JSON ({plain(str(error))}): delete it and run its cell again."
