@@ -78,3 +78,8 @@ def test_a_mutant_that_is_not_noticed_is_a_survivor(tmp_path, monkeypatch):
     text = mutants.table(found, {})
     assert "| pack00 | 1 of 1 killed | – | 0 of 1 killed | – |" in text
     assert "pack00, wrong fix, right by chance: ABSENT" in text
+    # Another pack's line stays, and its own is replaced.
+    other = mutants.Outcome(pack="pack09", kind="dropped", name="x", killed=False, saw="ABSENT")
+    both = mutants.table([other], {}, text)
+    assert text.splitlines()[7] in both and "- pack00, wrong fix, right by chance: ABSENT\n- pack09, dropped, x: ABSENT" in both
+    assert mutants.table(found, {}, both) == both

@@ -275,9 +275,22 @@ def _noticed(row: Row, mutant: Mutant) -> bool:
     return verdict.outcome in ("REPRODUCED", "CHANGED") or (mutant.kind == "blunted" and verdict.outcome == "ABSENT")
 
 
-def table(found: Sequence[Outcome], equivalent: dict[str, dict[str, str]]) -> str:
-    """docs/mutants.md."""
+def table(found: Sequence[Outcome], equivalent: dict[str, dict[str, str]], before: str = "") -> str:
+    """docs/mutants.md. Packs of which ``found`` has nothing keep what ``before``, the page as it was, says of them."""
     kinds = ("dropped", "poisoned", "wrong fix", "blunted")
+    ran = {outcome.pack for outcome in found}
+    kept = [line for line in before.splitlines() if (told := re.match(r"(?:\| |- )(pack\d\d)\b", line)) and told[1] not in ran]
+    counted = [outcome for outcome in found if not outcome.name.endswith(": same")]
+    rows = [line for line in kept if line.startswith("|")]
+    for pack in ran:
+        cells = []
+        for kind in kinds:
+            mine = [outcome for outcome in counted if (outcome.pack, outcome.kind) == (pack, kind)]
+            cells.append(f"{sum(outcome.killed for outcome in mine)} of {len(mine)} killed" if mine else "–")
+        why = "; ".join(f"`{name}`: {reason}" for name, reason in equivalent.get(pack, {}).items()) or "–"
+        rows.append(f"| {pack} | {' | '.join(cells)} | {why} |")
+    survivors = [line for line in kept if line.startswith("-")]
+    survivors += [f"- {o.pack}, {o.kind}, {o.name}: {o.saw}" for o in found if not o.killed]
     lines = [
         "# Mutants",
         "",
@@ -286,16 +299,10 @@ def table(found: Sequence[Outcome], equivalent: dict[str, dict[str, str]]) -> st
         "",
         f"| pack | {' | '.join(kinds)} | left out, for it changes no result |",
         f"|---|{'---|' * (len(kinds) + 1)}",
+        *sorted(rows),
+        "",
+        "## Survivors",
+        "",
+        *(sorted(survivors) or ["None."]),
     ]
-    counted = [outcome for outcome in found if not outcome.name.endswith(": same")]
-    for pack in dict.fromkeys(outcome.pack for outcome in found):
-        cells = []
-        for kind in kinds:
-            mine = [outcome for outcome in counted if (outcome.pack, outcome.kind) == (pack, kind)]
-            cells.append(f"{sum(outcome.killed for outcome in mine)} of {len(mine)} killed" if mine else "–")
-        why = "; ".join(f"`{name}`: {reason}" for name, reason in equivalent.get(pack, {}).items()) or "–"
-        lines.append(f"| {pack} | {' | '.join(cells)} | {why} |")
-    survivors = [outcome for outcome in found if not outcome.killed]
-    lines += ["", "## Survivors", ""]
-    lines += [f"- {o.pack}, {o.kind}, {o.name}: {o.saw}" for o in survivors] or ["None."]
     return "\n".join(lines) + "\n"
