@@ -8,25 +8,32 @@ Broadcasting a row over a [64, 24] fragment is enough. LayoutInference inverts t
 FloorMod whose divisor has become 0: "Divide by zero", at compile time. 32 columns compile.
 https://github.com/tile-ai/tilelang/issues/2394, cured by https://github.com/tile-ai/tilelang/pull/2469
 
-Compiles for sm_90a and runs nothing, so it needs no GPU. Exits 10 (BUG_REPRODUCED), 0 (BUG_ABSENT) or 125 (neither).
+Compiles for sm_90a and runs nothing, so it needs no GPU. Exits with 10 (BUG_REPRODUCED), 0 (BUG_ABSENT) or 125 (neither).
 """
 
+import argparse
 import inspect
-import json
-import os
-import re
-import signal
 import subprocess
-import sys
-import traceback
 from importlib.metadata import version
 
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--lower", metavar="COLUMNS", type=int, help=argparse.SUPPRESS)
 ROWS, WRONG, RIGHT = 64, (24, 40, 96), (32, 64)
-#: What a failure is called, by what the compiler says.
-KINDS = {"divide by zero": "divide-by-zero", "bijective|injective": "not-bijective", "layout": "no-layout"}
 
 
-def broadcast(columns):
+def release():
+    try:
+        import tilelang
+    except Exception as error:  # some releases stop at a library that is not there, with errors of many kinds
+        print(f"{type(error).__name__}: {error}")
+        finish("UNTESTABLE", "import")
+    FACTS.update(file=tilelang.__file__, version=version("tilelang"), evidence="codegen")
+    return tilelang
+
+
+def broadcast(T, columns):
+    """X[i, j] = 2 D[j] for D [columns], X [64, columns], fp32, in fragments."""
+
     @T.prim_func
     def main(D: T.Tensor((columns,), "float32"), X: T.Tensor((ROWS, columns), "float32")):
         with T.Kernel(1, threads=128) as _:
@@ -41,55 +48,93 @@ def broadcast(columns):
 
 
 def lower(columns):
+    tilelang = release()
+    import tilelang.language as T
+    from tilelang import tvm
+
     given = {"enable_host_codegen": False, "enable_device_compile": False}
     given = {name: value for name, value in given.items() if name in inspect.signature(tilelang.lower).parameters}
     with tvm.target.Target({"kind": "cuda", "arch": "sm_90a"}) as target:
-        tilelang.lower(broadcast(columns), target=target, **given)
-
-
-def finish(verdict, reason=""):
-    absent = "FIX_VALIDATED" if os.environ.get("REPRODUCER_SIDE") == "patched" else "BUG_ABSENT"
-    word = {"REPRODUCED": "BUG_REPRODUCED", "ABSENT": absent}.get(verdict, verdict)
-    print(json.dumps({**facts, "verdict": verdict}))
-    print(f"{word}: {reason}" if reason else word)
-    sys.exit({"REPRODUCED": 10, "ABSENT": 0}.get(verdict, 125))
+        tilelang.lower(broadcast(T, columns), target=target, **given)
 
 
 def outcome(columns):
     """What becomes of it, in a process of its own: a crash ends no more than that, and older releases lower only once."""
-    done = subprocess.run([sys.executable, __file__, str(columns)], capture_output=True, text=True)
-    if done.returncode == 0:
-        return "ok"
-    last = (done.stderr.strip().splitlines() or [""])[-1]
-    print(f"{columns} columns: {last[:300]}")
-    if done.returncode < 0:
-        return signal.Signals(-done.returncode).name
-    return next((kind for words, kind in KINDS.items() if re.search(words, last, re.IGNORECASE)), last.partition(":")[0])
+    done = subprocess.run([sys.executable, __file__, "--lower", str(columns)], capture_output=True, text=True)
+    said = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith("{")]
+    return "ok" if done.returncode == 0 else f"exit {done.returncode}: {(said or [''])[-1][-200:]}"
 
 
-facts = {"reproducer": 1, "evidence": "codegen", "comparisons": [], "metrics": {}}
-try:
-    import tilelang
-    import tilelang.language as T
-    from tilelang import tvm
-except Exception:
-    traceback.print_exc()
-    finish("UNTESTABLE", "import")
-if len(sys.argv) > 1:
-    lower(int(sys.argv[1]))
-    sys.exit()
-facts.update(file=tilelang.__file__, version=version("tilelang"))
-print(f"tilelang {facts['version']}, {facts['evidence']}, sm_90a")
-found = {columns: outcome(columns) for columns in (*RIGHT, *WRONG)}
-facts["metrics"]["columns"] = found
-for columns, what in found.items():
-    role, name = ("control", "compiles") if columns in RIGHT else ("trigger", "divides by zero")
-    holds = what == ("ok" if role == "control" else "divide-by-zero")
-    facts["comparisons"].append({"role": role, "name": f"[{ROWS}, {columns}] {name}", "holds": holds})
-    print(f"{role:<8} [{ROWS}, {columns}] {name:<16} {holds!s:<6} {what}")
-broken = [what for columns, what in found.items() if what != "ok"]
-if any(found[columns] != "ok" for columns in RIGHT):
-    finish("CHANGED", broken[0])
-if "divide-by-zero" in broken:
-    finish("REPRODUCED")
-finish("CHANGED", broken[0]) if broken else finish("ABSENT")
+def main():
+    print(f"tilelang {version('tilelang')}" if release() else "")
+    found = FACTS["metrics"]["columns"] = {columns: outcome(columns) for columns in (*RIGHT, *WRONG)}
+    for columns, what in found.items():
+        print(f"{columns} columns: {what}")
+        role = "control" if columns in RIGHT else "trigger"
+        check(role, f"[{ROWS}, {columns}] compiles", what == "ok")
+    broken = [found[columns] for columns in WRONG if found[columns] != "ok"]
+    check(
+        "signature", "each that does not compile divides by zero", broken and all("Divide by zero" in what for what in broken)
+    )
+    finish()
+
+
+# --- report/1: the same in every script, kept so by `python -m common tables`; docs/scripts.md says what the words mean ---
+import json
+import math
+import os
+import sys
+import traceback
+
+CHECKS, FACTS = [], {"report": 1, "evidence": "none", "metrics": {}}
+
+
+def check(role, name, ok=None, *, error=None, limit=None):
+    """Record whether the release behaves as a correct one: ``ok``, or ``error <= limit``. What is no finite number has failed."""
+    row = {"role": role, "name": name}
+    if limit is not None:
+        error = float(error) if error is not None and math.isfinite(error) else None
+        row |= {"error": error, "limit": limit}
+        ok = error is not None and error <= limit
+    CHECKS.append({**row, "ok": bool(ok)})
+    shown = "" if limit is None else "  not finite" if error is None else f"  {error:.2e} (limit {limit:.0e})"
+    words = ("seen", "not seen") if role == "signature" else ("ok", "FAIL")
+    print(f"{role:<9} {words[not ok]:<8} {name}{shown}", flush=True)
+
+
+def finish(verdict=None, reason=""):
+    """Print the verdict that the checks give, or CHANGED, UNTESTABLE or MEASURED; exit with 10, 0 or 125."""
+    failed = {
+        role: [c["name"] for c in CHECKS if c["role"] == role and not c["ok"]] for role in ("control", "trigger", "signature")
+    }
+    if verdict is None:
+        if not {"control", "trigger"} <= {c["role"] for c in CHECKS}:
+            verdict, reason = "CHANGED", "nothing was checked"
+        elif bad := failed["control"] or (failed["trigger"] and failed["signature"]):
+            verdict, reason = "CHANGED", bad[0]
+        else:
+            verdict = "REPRODUCED" if failed["trigger"] else "ABSENT"
+    absent = "FIX_VALIDATED" if os.environ.get("REPRODUCER_SIDE") == "patched" else "BUG_ABSENT"
+    word = {"REPRODUCED": "BUG_REPRODUCED", "ABSENT": absent}.get(verdict, verdict)
+    facts = json.dumps({**FACTS, "checks": CHECKS, "verdict": verdict})
+    print(json.dumps(json.loads(facts, parse_constant=lambda _: None)))  # NaN is no JSON.
+    print(f"{word}: {reason}" if reason else word)
+    sys.exit({"REPRODUCED": 10, "ABSENT": 0, "MEASURED": 0}.get(verdict, 125))
+
+
+def unexpected(kind, error, trace):
+    traceback.print_exception(kind, error, trace)
+    if issubclass(kind, ImportError):
+        finish("UNTESTABLE", "import")
+    if kind.__name__ in ("MemoryError", "OutOfMemoryError"):
+        finish("UNTESTABLE", "oom")
+    if issubclass(kind, Exception):
+        finish("CHANGED", kind.__name__)
+
+
+sys.excepthook = unexpected
+# --- end of report/1 ---
+
+if __name__ == "__main__":
+    options = parser.parse_args()
+    lower(options.lower) if options.lower else main()
