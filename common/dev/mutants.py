@@ -269,10 +269,17 @@ def _noticed(row: Row, mutant: Mutant) -> bool:
     A fix that does not apply, or a run that the machine broke, shows nothing.
     """
     verdict = row.verdict
-    raised = re.fullmatch(r"(validate: )?\w+(Error|Exception)", verdict.reason) is not None
+    # The second is a script without a report block, which does not say CHANGED itself.
+    raised = re.fullmatch(
+        r"(validate: )?\w+(Error|Exception)|.* printed no sentinel; .*\w+(Error|Exception):.*", verdict.reason
+    )
     if row.as_expected or (raised and not mutant.raises):
         return False
-    return verdict.outcome in ("REPRODUCED", "CHANGED") or (mutant.kind == "blunted" and verdict.outcome == "ABSENT")
+    return (
+        raised is not None
+        or verdict.outcome in ("REPRODUCED", "CHANGED")
+        or (mutant.kind == "blunted" and verdict.outcome == "ABSENT")
+    )
 
 
 def table(found: Sequence[Outcome], equivalent: dict[str, dict[str, str]], before: str = "") -> str:
