@@ -19,7 +19,6 @@ LATER = {
     "pack01": "asks for Python 3.10 where its upstream asks for 3.12",
     "pack02": "asks for Python 3.10 where its upstream asks for 3.12",
     "pack03": "asks for Python 3.10 where megatron-core asks for 3.12",
-    "pack05": "does not say how mamba-ssm is built",
     "pack07": "does not say how mamba-ssm is built",
     "pack16": "does not say how mamba-ssm is built",
     "pack25": "the sdist of deep-gemm cannot be installed",

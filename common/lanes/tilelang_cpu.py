@@ -9,10 +9,10 @@ Each block of a kernel's grid runs after the other, as serial C; the rest of the
 * hints to a GPU's compiler (layout annotations, register limits), by nothing;
 * ``device="cuda"`` in calls that make tensors, by the CPU;
 * tracing: TileLang traces a kernel anew whenever it is asked for; here once for each set of arguments;
-* a tensor that is left out (None), where a size of the grid could be read from it alone: by one that is empty, of the size that
-  another tensor's shape gives (``NS + 1``). TileLang's C wrapper would take that size as 0, and run no block.
+* a tensor that is left out (None), where a size of the grid could be read from it alone: by one of NaN, of the size that
+  another tensor's shape gives (``NS + 1``), which has to stay NaN. TileLang's C wrapper would take that size as 0, and run no block.
 
-bf16 is fp32 here, so rounding to it is not seen.
+bf16 is fp32 here, so rounding to it is not seen, nor is a race between threads.
 """
 
 import ctypes
@@ -60,7 +60,18 @@ def prepare() -> None:
     def with_sizes(adapter: Any) -> Any:
         call, function = convert(adapter), adapter.prim_func
         shapes = [list(function.buffer_map[p].shape) if p in function.buffer_map else [] for p in function.params]
-        return lambda *given, **named: call(*_complete(shapes, given), **named)
+
+        def complete(*given: Any, **named: Any) -> Any:
+            whole = _complete(shapes, given)
+            found = call(*whole, **named)
+            if any(
+                tensor is None and other is not None and not other.isnan().all()
+                for tensor, other in zip(given, whole, strict=True)
+            ):
+                raise RuntimeError("lane tilelang-cpu: the kernel writes to a tensor that was left out")
+            return found
+
+        return complete
 
     CythonKernelAdapter._convert_torch_func = with_sizes
     T.alloc_shared = T.alloc_fragment = lambda shape, dtype="float32", *scope, **kwargs: T.alloc_local(shape, dtype)
@@ -78,7 +89,7 @@ def prepare() -> None:
 
 
 def _complete(shapes: list[list[Any]], given: tuple[Any, ...]) -> list[Any]:
-    """A kernel's arguments; of those that are None, the ones that alone have a size as it is are empty tensors of that size."""
+    """A kernel's arguments; of those that are None, the ones that alone have a size as it is are tensors of that size, of NaN."""
     import torch
 
     def kind(dim: Any) -> str:
@@ -92,6 +103,8 @@ def _complete(shapes: list[list[Any]], given: tuple[Any, ...]) -> list[Any]:
                 sizes[str(dim)] = size
             elif kind(dim) == "Add" and kind(dim.a) == "Var" and kind(dim.b) == "IntImm":
                 summed[str(dim.a)] = size - int(dim.b)
+    if odd := [name for name in sizes.keys() & summed.keys() if sizes[name] != summed[name]]:
+        raise RuntimeError(f"lane tilelang-cpu: tensors do not agree on {odd[0]}")
     whole = list(given)
     for place, (dims, tensor) in enumerate(zip(shapes, given, strict=True)):
         unknown = [str(dim) for dim in dims if kind(dim) == "Var" and str(dim) not in sizes]
@@ -99,5 +112,6 @@ def _complete(shapes: list[list[Any]], given: tuple[Any, ...]) -> list[Any]:
             continue
         if not set(unknown) <= set(summed):
             raise RuntimeError(f"lane tilelang-cpu: no tensor says how large {unknown[0]} is")
-        whole[place] = torch.empty([int(dim) if kind(dim) == "IntImm" else {**summed, **sizes}[str(dim)] for dim in dims])
+        shape = [int(dim) if kind(dim) == "IntImm" else {**summed, **sizes}[str(dim)] for dim in dims]
+        whole[place] = torch.full(shape, float("nan"))
     return whole
