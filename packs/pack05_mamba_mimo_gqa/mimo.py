@@ -1,4 +1,4 @@
-"""Mamba-3 MIMO by its definition in fp64, and inputs for it: what validate.py of packs 05 and 07 share."""
+"""Mamba-3 MIMO by its definition in fp64, and inputs for it, for validate.py."""
 
 import math
 
