@@ -2,7 +2,7 @@
 # requires-python = ">=3.10"
 # dependencies = ["apache-tvm-ffi==0.1.12", "cloudpickle", "ml-dtypes", "numpy", "psutil", "tilelang==0.1.15", "torch==2.13.0", "tqdm", "z3-solver==4.15.4.0"]
 # ///
-"""tilelang: a sum over a view of a GEMM's accumulator cannot be lowered, which stops Mamba-3's MIMO backward.
+"""tilelang: a sum over a view of a GEMM's accumulator cannot be lowered, as Mamba-3's MIMO backward has it.
 
 T.reduce_sum(T.view(acc, [C, R * N]), out, dim=1), where acc is the [C * R, N] fragment that T.gemm writes: "ReduceOp cannot lower a
 layout where a source index depends on a thread-owned reduce segment". Since https://github.com/tile-ai/tilelang/pull/2647
