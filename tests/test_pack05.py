@@ -2,14 +2,30 @@
 
 import json
 import os
+import re
 import subprocess
 
 import pytest
 from helpers import installed
 
+from common import files
 from common.packs.pack import find
+from common.store import history
 
 PACK = find("pack05")
+
+
+def test_the_table_of_the_readme_is_what_validate_py_measured():
+    runs = history.load(files.RESULTS, [PACK]).runs
+    seen = next(s for s in runs if s.side == "patched" and s.version == "2.3.2.post1" and s.machine == "linux-x86_64-cpu")
+    assert not seen.stale
+    facts = [json.loads(line) for line in seen.log().splitlines() if line.startswith('{"report"')]
+    errors = facts[-1]["metrics"]["errors"]
+    readme = (PACK.folder / "README.md").read_text()
+    for kind in ("dense", "varlen"):
+        row = next(line for line in readme.splitlines() if re.match(rf"\| {kind}, ", line))
+        worst = [max(each.values()) for name, each in errors.items() if name.startswith(kind)]
+        assert [f"{w:.1e}" for w in worst] == [cell.strip() for cell in row.split("|")[2:7]]
 
 
 @pytest.mark.network
