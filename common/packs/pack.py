@@ -165,16 +165,16 @@ class Pack:
         scripts = [self.script, self.script_of(variant)]
         deep = self.deep_check(variant)
         scripts += [deep] if deep and side == "patched" else []
-        for script in scripts:  # With what a script imports from beside it, or from the folder of another pack that it names.
-            text = script.read_text(encoding="utf-8")
-            folders = [self.folder, *(self.folder.parent / name for name in re.findall(r"""["'](pack\d\d_\w+)["']""", text))]
-            names = re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE)
-            beside = [folder / f"{name}.py" for folder in folders for name in names]
+        for script in scripts:  # With what a script imports from beside it.
+            beside = (
+                self.folder / f"{name}.py"
+                for name in re.findall(r"^(?:from|import) (\w+)", script.read_text(encoding="utf-8"), re.MULTILINE)
+            )
             scripts += [path for path in beside if path.is_file() and path not in scripts]
         hashes = {}
         for script in dict.fromkeys(scripts):
             text = script.read_text(encoding="utf-8")
-            hashes[_label(self.folder, script)] = hashlib.sha256(reportblock.own(text).encode()).hexdigest()
+            hashes[script.name] = hashlib.sha256(reportblock.own(text).encode()).hexdigest()
             if block := reportblock.block(text):
                 hashes["report"] = hashlib.sha256(block.encode()).hexdigest()
         files = [*lane_files] + (fixes if side == "patched" else [])
