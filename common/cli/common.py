@@ -44,17 +44,19 @@ def look_at(options: argparse.Namespace, look: Callable[[Path], Iterable[str]], 
     """Say what ``look`` finds at each stored receipt."""
     out = report.console()
     results = options.results or RESULTS
-    paths = receipt.stored(results)
-    if not paths:
+    paths = {root: receipt.stored(root) for root in (results, *receipt.reviews(results))}
+    total = sum(map(len, paths.values()))
+    if not total:
         raise UserError(f"There is no receipt in {results}.")
     wrong = 0
-    for path, problems in audit.problems(results, paths, look):
-        wrong += bool(problems)
-        for problem in problems:
-            out.print(Text(plain(f"✗ {report.where(path)}: {problem}", None), "red"), soft_wrap=True)
+    for root, here in paths.items():
+        for path, problems in audit.problems(root, here, look):
+            wrong += bool(problems)
+            for problem in problems:
+                out.print(Text(plain(f"✗ {report.where(path)}: {problem}", None), "red"), soft_wrap=True)
     for warning in warnings:
         warn(warning, out)
-    out.print(f"{len(paths)} receipts, {wrong} {what}.", markup=False)
+    out.print(f"{total} receipts, {wrong} {what}.", markup=False)
     return SURPRISE if wrong else OK
 
 

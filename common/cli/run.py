@@ -73,7 +73,11 @@ def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:
     parser.add_argument("--lane", help="this lane instead of the strongest that the machine allows")
     parser.add_argument("--variant", help="arguments that the pack has a name for (see its pack.toml)")
     common.pool_options(parser)
-    parser.add_argument("--record", action="store_true", help="keep the receipts in results/, as regress does")
+    parser.add_argument(
+        "--record",
+        action="store_true",
+        help="keep the receipts in results/, as regress does (in results/review/DIFF/ with --patch)",
+    )
     parser.add_argument(
         "--results", type=Path, metavar="DIR", help="where receipts go (default: .cache/runs/, or results/ with --record)"
     )
@@ -90,8 +94,8 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     own = pack.variants.get(variant)
     lane = lanes.choose(pack, options.lane or (own.lane if own else None))
     out = report.console()
-    if options.record and (pack.kind == "selftest" or options.patch or options.without):
-        raise UserError("--record is for a pack's own fix on releases: the self-test, --patch and --without make no record.")
+    if options.record and (pack.kind == "selftest" or options.without):
+        raise UserError("--record is for fixes on releases: the self-test and --without make no record.")
     results = options.results or (RESULTS if options.record else CACHE / "runs")
     review = options.patch is not None or options.without is not None
     if review:  # Verdicts on somebody's diff, or on a fix broken on purpose, are no record of the release.

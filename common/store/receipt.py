@@ -392,6 +392,11 @@ def logs(results: Path) -> list[Path]:
     return sorted(log for described in results.glob("*/machine.json") for log in described.parent.glob("pack[0-9][0-9]/*.log"))
 
 
+def reviews(results: Path) -> list[Path]:
+    """The folders of kept reviews, one for each diff, each laid out as ``results`` is. No other command counts their receipts."""
+    return sorted(folder for folder in results.glob("review/*") if folder.is_dir())
+
+
 def stored(results: Path, pack: str = "pack[0-9][0-9]") -> list[Path]:
     """The receipts of a pack, or of all, on every machine, in a stable order."""
     # Only a machine's folder has a machine.json; copies made to be attached, or runs under review, are no record.

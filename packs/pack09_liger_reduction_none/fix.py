@@ -14,14 +14,22 @@ TENSORS = ("_input", "weight", "target", "bias", "ce_weight")
 def _options(match: re.Match[str]) -> str:
     """Before forward's call: what this release hands over beside tensors, for backward to hand over again."""
     names = [name for name in re.findall(r"(\w+)=\1,", match[0]) if name not in TENSORS]
-    return "        options = {" + ", ".join(f'"{name}": {name}' for name in names) + f"}}\n{match[0]}"
+    return "        options = {\n" + "".join(f'            "{name}": {name},\n' for name in names) + f"        }}\n{match[0]}"
+
+
+def _allocate(match: re.Match[str]) -> str:
+    """A forward that leaves the gradients to backward needs no memory for them."""
+    return f"""    if reduction == "none" and token_grad is None:
+        grad_input = grad_weight = grad_bias = None
+    else:
+{_indented(match[0])}"""
 
 
 def _save(match: re.Match[str]) -> str:
-    """In forward, keep the inputs instead of gradients."""
+    """In forward, keep the inputs instead of gradients: detached, so that ``weight.data = other`` cannot change them later."""
     return f"""        ctx.options = options if reduction == "none" else None
         if reduction == "none":
-            ctx.save_for_backward({", ".join(TENSORS)})
+            ctx.save_for_backward(*(t if t is None else t.detach() for t in ({", ".join(TENSORS)})))
         else:
 {_indented(match[0])}"""
 
@@ -30,6 +38,9 @@ def _recompute(match: re.Match[str]) -> str:
     """In backward, call the forward function again, now with the gradient of each token's loss."""
     return f"""        if ctx.options is not None:
             {", ".join(TENSORS)} = ctx.saved_tensors
+            # The function below computes no gradient at all for an input that needs none.
+            _input = _input.detach().requires_grad_()
+            weight = weight.detach().requires_grad_(ctx.needs_input_grad[1])
             with torch.no_grad():
                 grad_input, grad_weight, grad_bias = fused_linear_cross_entropy_forward(
                     {", ".join(f"{name}={name}" for name in TENSORS)}, token_grad=grad_output, **ctx.options
@@ -45,6 +56,7 @@ def _indented(code: str) -> str:
 FIX = {
     "liger_kernel/ops/fused_linear_cross_entropy.py": (
         replace("parameter", r"(def fused_linear_cross_entropy_forward\([^)]*)\):", r"\1    token_grad=None,\n):"),
+        replace("allocate", r"^    grad_(?:weight|input) = torch\.zeros_like(?:.*\n)+?(?=    loss_1d = )", _allocate),
         insert_after(
             "weigh",
             r"^        grad_logits_chunk = logits_chunk\b.*\n",

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from repro import FACTS, check, device, eager, error, finish, liger, release, run
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # A power of two: with another V the release's own softcap is wrong up to 0.8.3. repro.py has V = 200.
 B, S, H, V = 1, 7, 16, 64  # three chunks of two tokens and one of one
@@ -44,6 +45,20 @@ def definition(x, w, y, b=None, *, softcap=None, use_token_scaling=False, **give
     loss = F.cross_entropy(logits, y, **given)
     scaling = logits.softmax(-1).gather(1, y.clamp(min=0)[:, None])[:, 0].detach()
     return loss * scaling if use_token_scaling else loss
+
+
+class Made(TorchDispatchMode):
+    """Address and shape of every tensor that PyTorch makes meanwhile."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        outs = out if isinstance(out, (tuple, list)) else [out]
+        self.seen |= {(t.data_ptr(), t.shape) for t in outs if isinstance(t, torch.Tensor)}
+        return out
 
 
 def main():
@@ -91,10 +106,53 @@ def main():
     options |= {"softcap": 3.0} if device == "cuda" else {}
     for name in sorted(options.keys() & takes):
         compare(name, y, weights["dense"], (x, w), **{name: options[name]})
-    leaf, want = x.clone().requires_grad_(), x.double().requires_grad_()
-    liger(leaf, w, y, reduction="none").backward(weights["dense"])
+    # Each option reaches the second pass: then weights of 1 give the gradients of the release's own sum.
+    options = {"accum_dtype": torch.float64, "return_z_loss": True, "return_token_accuracy": True, **options}
+    options |= {"ignore_index": int(y[3]), "label_smoothing": 0.1, "lse_square_scale": 1e-3, "ce_weight": classes}
+    for name in sorted(options.keys() & takes):
+        flce.LigerFusedLinearCrossEntropyFunction = released
+        before = run(liger, (x, w, b), y, reduction="sum", **{name: options[name]})[1:]
+        flce.LigerFusedLinearCrossEntropyFunction = fixed
+        after = run(liger, (x, w, b), y, reduction="none", **{name: options[name]})[1:]
+        same = all(map(torch.equal, before, after))
+        check("trigger", f"weights of 1: gradients of the release's sum, byte for byte: {name}", same)
+    # One row for each choice of what is trained; backward runs twice over one graph, which adds the gradients up.
+    for needs in itertools.product((True, False), repeat=3):
+        if not any(needs):
+            continue
+        got = [t.detach().clone().requires_grad_(n) for t, n in zip((x, w, b), needs, strict=True)]
+        want = [t.detach().double().requires_grad_(n) for t, n in zip((x, w, b), needs, strict=True)]
+        for function, (leaf, weight, bias), scale in (
+            (liger, got, weights["dense"]),
+            (eager, want, weights["dense"].double()),
+        ):
+            loss = function(leaf, weight, y, bias, reduction="none")
+            loss.backward(scale, retain_graph=True)
+            loss.backward(scale)
+        pairs = [(g.grad, w.grad) for g, w, n in zip(got, want, needs, strict=True) if n]
+        found = error(*zip(*pairs, strict=True)) if all(g is not None for g, _ in pairs) else None
+        trained = " ".join(name for name, n in zip(("input", "weight", "bias"), needs, strict=True) if n)
+        check("trigger", f"trained: {trained}; two backwards over one graph", error=found, limit=LIMIT)
+    # Weights that are swapped between forward and backward (pipeline stages, optimizers that keep two copies) are not the loss's.
+    leaf, head, want = x.clone().requires_grad_(), w.clone().requires_grad_(), x.double().requires_grad_()
+    with Made() as made:
+        loss = liger(leaf, head, y, reduction="none")
+    buffers = [shape for address, shape in made.seen if shape == head.shape and address != head.data_ptr()]
+    check("control", "the forward allocates no gradient of the weight", not buffers)
+    head.data = torch.zeros_like(head)
+    loss.backward(weights["dense"])
     eager(want, w.double(), y, reduction="none").backward(weights["dense"].double())
-    check("trigger", "a frozen weight", error=error([leaf.grad], [want.grad]), limit=LIMIT)
+    check("trigger", "weight.data is swapped before backward", error=error([leaf.grad], [want.grad]), limit=LIMIT)
+    head = w.clone().requires_grad_()
+    loss = liger(x.clone().requires_grad_(), head, y, reduction="none")
+    with torch.no_grad():
+        head.mul_(2)
+    try:
+        loss.backward(weights["dense"])
+        refused = False
+    except RuntimeError as raised:
+        refused = "modified by an inplace operation" in str(raised)
+    check("control", "a weight changed in place before backward is refused, as PyTorch's own functions do", refused)
     # Two losses before one backward, as several heads have them.
     first, second = (t.clone().requires_grad_() for t in (x, x))
     losses = liger(first, w, y, reduction="none"), liger(second, w, ignored["some"], reduction="mean")
