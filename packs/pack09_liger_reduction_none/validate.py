@@ -46,10 +46,39 @@ def definition(x, w, y, b=None, *, softcap=None, use_token_scaling=False, **give
     return loss * scaling if use_token_scaling else loss
 
 
+def outcome(function, tensors, needs, y, scale, **given):
+    """All that a call gives: its outputs and the gradients of those ``tensors`` that need one, or the error that it ends with."""
+    leaves = [t.detach().clone().requires_grad_(bool(n)) for t, n in zip(tensors, needs, strict=True)]
+    flce = release()
+    known, flce.LigerFusedLinearCrossEntropyFunction = flce.LigerFusedLinearCrossEntropyFunction, function
+    order = list(inspect.signature(function.forward).parameters.values())[1:]
+    given |= dict(zip(("_input", "weight", "bias"), leaves, strict=False), target=y)
+    try:
+        outs = function.apply(*(given.get(p.name, p.default) for p in order))
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        if any(needs):
+            outs[0].backward(torch.as_tensor(scale, dtype=outs[0].dtype, device=device).expand_as(outs[0]))
+        return [*outs, *(leaf.grad for leaf in leaves)]
+    except Exception as raised:
+        return [type(raised).__name__]
+    finally:
+        flce.LigerFusedLinearCrossEntropyFunction = known
+
+
+def same(before, after):
+    """Whether two outcomes are the same, byte for byte."""
+    pairs = zip(before, after, strict=False)
+    return len(before) == len(after) and all(
+        torch.equal(b, a) if torch.is_tensor(b) and torch.is_tensor(a) else b == a for b, a in pairs
+    )
+
+
 def main():
     flce = release()
     fixed, released = flce.LigerFusedLinearCrossEntropyFunction, as_released()
-    takes = set(inspect.signature(fixed.forward).parameters)
+    takes = list(inspect.signature(released.forward).parameters)
+    kept = list(inspect.signature(fixed.forward).parameters)[: len(takes)]
+    check("control", "arguments stand in the release's order", kept == takes)
     torch.manual_seed(1)
     x, w, b = (t.to(device) for t in (torch.randn(B * S, H), torch.randn(V, H) / H**0.5, torch.randn(V)))
     y = torch.randint(0, V, (B * S,)).to(device)
@@ -78,71 +107,105 @@ def main():
         compare(name, labels, weights["dense"], tensors, **given)
         upstream = 0.5 if bias and weighted else 1.0  # another kernel runs for each of the two
         for reduction in ("mean", "sum") if which == "some" else ():
-            flce.LigerFusedLinearCrossEntropyFunction = released
-            before = run(liger, tensors, labels, upstream, reduction=reduction, **given)
-            flce.LigerFusedLinearCrossEntropyFunction = fixed
-            after = run(liger, tensors, labels, upstream, reduction=reduction, **given)
-            check("control", f"{reduction} is the release's, byte for byte: {name}", all(map(torch.equal, before, after)))
+            each = [
+                outcome(f, tensors, (1,) * len(tensors), labels, upstream, reduction=reduction, **given)
+                for f in (released, fixed)
+            ]
+            check("control", f"{reduction} is the release's, byte for byte: {name}", same(*each) and len(each[0]) > 1)
     for name, weight in weights.items():
         compare(f"weights {name}", y, weight, (x, w))
     compare("ignore_index 5", torch.where(y % 4 == 0, 5, y), weights["dense"], (x, w), ignore_index=5)
+    many = 100  # tokens, in chunks of 32
+    spread, scale = torch.arange(many, device=device) % V, torch.randn(many, device=device)
+    compare("100 tokens", spread, scale, (torch.randn(many, H, device=device), w))
+    got = run(liger, (x.bfloat16(), w.bfloat16()), y, weights["dense"], reduction="none")
+    want = run(eager, (x.double(), w.double()), y, weights["dense"], reduction="none")
+    check("trigger", "bf16: within 0.1", error(got, want) <= 0.1)
     options = {"use_token_scaling": True}
     # Triton's interpreter cannot run the release's own softcap, whatever the reduction.
     options |= {"softcap": 3.0} if device == "cuda" else {}
-    for name in sorted(options.keys() & takes):
+    for name in [name for name in options if name in takes]:
         compare(name, y, weights["dense"], (x, w), **{name: options[name]})
-    # Each option reaches the second pass: then weights of 1 give the gradients of the release's own sum.
-    options = {"accum_dtype": torch.float64, "return_z_loss": True, "return_token_accuracy": True, **options}
+    # Each option on its own: mean and sum as released, whatever is trained; none's outputs as released, its gradients those of sum.
     options |= {"ignore_index": int(y[3]), "label_smoothing": 0.1, "lse_square_scale": 1e-3, "ce_weight": classes}
-    for name in sorted(options.keys() & takes):
-        flce.LigerFusedLinearCrossEntropyFunction = released
-        before = run(liger, (x, w, b), y, reduction="sum", **{name: options[name]})[1:]
+    options |= {
+        "return_z_loss": True,
+        "return_token_accuracy": True,
+        "return_predicted_tokens": True,
+        "accum_dtype": torch.float64,
+    }
+    for name, value in [("", None), *((name, value) for name, value in options.items() if name in takes)]:
+        given = {name: value, "lse_square_scale": 1e-3} if name else {}
+        labels = y if name == "ignore_index" else ignored["some"]
+        for reduction, needs in itertools.product(("mean", "sum"), ((1, 1, 1), (1, 0, 1), (0, 1, 1), (0, 0, 0))):
+            each = [outcome(f, (x, w, b), needs, labels, 1.0, reduction=reduction, **given) for f in (released, fixed)]
+            check("control", f"{reduction} is the release's, byte for byte: {name or 'plain'}, trained {needs}", same(*each))
+        before, after = (outcome(f, (x, w, b), (1, 1, 1), labels, 1.0, reduction="none", **given) for f in (released, fixed))
+        check("control", f"outputs of none are the release's, byte for byte: {name or 'plain'}", same(before[:-3], after[:-3]))
+        summed = outcome(released, (x, w, b), (1, 1, 1), labels, 1.0, reduction="sum", **given)
+        found = error(after[-3:], [t.double() for t in summed[-3:]]) if len(after) > 3 else None
+        check("trigger", f"weights of 1 give the gradients of sum: {name or 'plain'}", error=found, limit=LIMIT)
+    if "accum_dtype" in takes:  # 50 chunks, whose gradients of w are summed in fp32 here, and in bf16 without it
+        wide = [torch.randn(many, H, device=device).bfloat16(), (torch.randn(1024, H, device=device) / 4).bfloat16()]
+        want = run(eager, [t.double() for t in wide], spread, reduction="sum")[2]
+        off = {}
+        for function, reduction, kind in (
+            (released, "sum", None),
+            (released, "sum", torch.float32),
+            (fixed, "none", torch.float32),
+        ):
+            flce.LigerFusedLinearCrossEntropyFunction = function
+            off[reduction, kind] = error([run(liger, wide, spread, reduction=reduction, accum_dtype=kind)[2]], [want])
         flce.LigerFusedLinearCrossEntropyFunction = fixed
-        after = run(liger, (x, w, b), y, reduction="none", **{name: options[name]})[1:]
-        same = all(map(torch.equal, before, after))
-        check("trigger", f"weights of 1: gradients of the release's sum, byte for byte: {name}", same)
+        limit = 1.1 * off["sum", torch.float32]
+        check("trigger", "accum_dtype: no further off than the release's sum", off["none", torch.float32] <= limit)
+        check("control", "accum_dtype: without it, the release's sum is further off", off["sum", None] > limit)
     # One row for each choice of what is trained; backward runs twice over one graph, which adds the gradients up.
     for needs in itertools.product((True, False), repeat=3):
-        if not any(needs):
-            continue
         got = [t.detach().clone().requires_grad_(n) for t, n in zip((x, w, b), needs, strict=True)]
         want = [t.detach().double().requires_grad_(n) for t, n in zip((x, w, b), needs, strict=True)]
+        losses = []
         for function, (leaf, weight, bias), scale in (
             (liger, got, weights["dense"]),
             (eager, want, weights["dense"].double()),
         ):
             loss = function(leaf, weight, y, bias, reduction="none")
-            loss.backward(scale, retain_graph=True)
-            loss.backward(scale)
-        pairs = [(g.grad, w.grad) for g, w, n in zip(got, want, needs, strict=True) if n]
+            for again in (True, False) if any(needs) else ():
+                loss.backward(scale, retain_graph=again)
+            losses.append(loss.detach())
+        pairs = [tuple(losses), *((g.grad, w.grad) for g, w, n in zip(got, want, needs, strict=True) if n)]
         found = error(*zip(*pairs, strict=True)) if all(g is not None for g, _ in pairs) else None
-        trained = " ".join(name for name, n in zip(("input", "weight", "bias"), needs, strict=True) if n)
+        trained = " ".join(name for name, n in zip(("input", "weight", "bias"), needs, strict=True) if n) or "nothing"
         check("trigger", f"trained: {trained}; two backwards over one graph", error=found, limit=LIMIT)
-    # Weights that are swapped between forward and backward (pipeline stages, optimizers that keep two copies) are not the loss's.
-    leaf, head, want = x.clone().requires_grad_(), w.clone().requires_grad_(), x.double().requires_grad_()
-    loss = liger(leaf, head, y, reduction="none")
-    head.data = torch.zeros_like(head)
-    loss.backward(weights["dense"])
-    eager(want, w.double(), y, reduction="none").backward(weights["dense"].double())
-    check("trigger", "weight.data is swapped before backward", error=error([leaf.grad], [want.grad]), limit=LIMIT)
-    head = w.clone().requires_grad_()
-    loss = liger(x.clone().requires_grad_(), head, y, reduction="none")
-    with torch.no_grad():
-        head.mul_(2)
-    try:
+    leaf, head = x.bfloat16().requires_grad_(), w.clone().requires_grad_()
+    want = run(eager, [x.double(), w.double()], y, weights["dense"], reduction="none")
+    with torch.autocast(device, torch.bfloat16):
+        able = len(outcome(released, (leaf, head), (1, 1), y, 1.0, reduction="sum")) > 1  # 0.5.3 is not
+        loss = liger(leaf, head, y, reduction="none") if able else None
+    if able:
         loss.backward(weights["dense"])
-        refused = False
-    except RuntimeError as raised:
-        refused = "modified by an inplace operation" in str(raised)
-    check("control", "a weight changed in place before backward is refused, as PyTorch's own functions do", refused)
+        check("trigger", "autocast, bf16: within 0.1", error([loss, leaf.grad, head.grad], want) <= 0.1)
+    # A weight that is swapped or changed between forward and backward (pipeline stages do) is not the loss's.
+    for name in ("swapped", "changed in place"):
+        leaf, head = x.clone().requires_grad_(), w.clone().requires_grad_()
+        loss = liger(leaf, head, y, reduction="none")
+        with torch.no_grad():
+            if name == "swapped":
+                head.data = torch.zeros_like(head)
+            else:
+                head.mul_(2)
+        try:
+            loss.backward(weights["dense"])
+            found = error([leaf.grad], want[1:2])
+        except RuntimeError as raised:
+            found = 0.0 if name == "changed in place" and "modified by an inplace operation" in str(raised) else None
+        check("trigger", f"weight {name} before backward: the loss's own gradients, or a refusal", error=found, limit=LIMIT)
     # Two losses before one backward, as several heads have them.
     first, second = (t.clone().requires_grad_() for t in (x, x))
     losses = liger(first, w, y, reduction="none"), liger(second, w, ignored["some"], reduction="mean")
     torch.autograd.backward(losses, (weights["dense"], torch.ones_like(losses[1])))
     mean = run(eager, [x.double(), w.double()], ignored["some"], reduction="mean")[1]
-    check(
-        "trigger", "none and mean before one backward", error=error([first.grad, second.grad], [want.grad, mean]), limit=LIMIT
-    )
+    check("trigger", "none and mean before one backward", error=error([first.grad, second.grad], [want[1], mean]), limit=LIMIT)
     finish()
 
 
