@@ -107,3 +107,13 @@ def test_the_commands(cli, tmp_path, store):
 def test_schema_of_every_stored_receipt():
     for path in receipt.stored(ROOT / "results"):
         receipt.read_log(path, receipt.read(path))
+
+
+def test_kept_reviews_are_read_and_not_counted():
+    """Receipts of a diff are about the diff: regrade looks at them, and the release's record does not have them."""
+    found = receipt.reviews(ROOT / "results")
+    assert {"pr1126", "pr1298"} <= {folder.name for folder in found}
+    kept = [path for folder in found for path in receipt.stored(folder)]
+    assert kept and not set(kept) & set(receipt.stored(ROOT / "results"))
+    assert all(not list(audit.regrade(path)) for path in kept)
+    assert all(receipt.read(path).facts.patch for path in kept if ".patched." in path.name)
