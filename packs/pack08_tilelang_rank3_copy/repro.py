@@ -4,9 +4,8 @@
 # ///
 """tilelang: a pipelined copy into shared memory of rank 3 or 4 does not compile for Hopper, while the same copy in rank 2 does.
 
-T.copy(Q[...], q) with q [16, 4, 64] in shared memory, then T.gemm(T.reshape(q, [64, 64]), ...): "Cannot detect TMA layout" up to 0.1.8;
-right in 0.1.9; "T.tma_copy() cannot fall back to normal copy" in 0.1.10 and 0.1.11; right again. Whether what compiles is right is
-another matter: pack30. https://github.com/tile-ai/tilelang/pull/746, https://github.com/tile-ai/tilelang/pull/1798
+T.copy(Q[...], q) with q [16, 4, 64] in shared memory, then T.gemm(T.reshape(q, [64, 64]), ...): "Cannot detect TMA layout" up to 0.1.8,
+"T.tma_copy() cannot fall back to normal copy" in 0.1.10 and 0.1.11. That it compiles does not make it right: see pack30. https://github.com/tile-ai/tilelang/pull/746, https://github.com/tile-ai/tilelang/pull/1798
 Compiles for sm_90a and runs nothing, so it needs no GPU. Exits with 10 (BUG_REPRODUCED), 0 (BUG_ABSENT) or 125 (neither).
 """
 
@@ -59,7 +58,7 @@ def product(T, tile, given):
 
 def sums(T, tile):
     """Out [64] fp32: the sums over each of 64 tokens' 16 numbers, bf16, which lie as ``tile`` says."""
-    start = lambda i: (i * 16, *(0 for _ in tile[1:]))  # noqa: E731
+    zeros = (0,) * (len(tile) - 1)
 
     @T.prim_func
     def main(X: T.Tensor((64, *tile[1:]), "bfloat16"), Out: T.Tensor((64,), "float32")):
@@ -67,7 +66,7 @@ def sums(T, tile):
             x = T.alloc_shared(tile, "bfloat16")
             out = T.alloc_fragment((16,), "float32")
             for i in T.Pipelined(4, num_stages=2):
-                T.copy(X[start(i)], x)
+                T.copy(X[(i * 16, *zeros)], x)
                 for c in T.Parallel(16):
                     out[c] = 0.0
                     for j in T.serial(16):
