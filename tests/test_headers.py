@@ -20,10 +20,8 @@ LATER = {
     "pack02": "asks for Python 3.10 where its upstream asks for 3.12",
     "pack03": "asks for Python 3.10 where megatron-core asks for 3.12",
     "pack07": "does not say how mamba-ssm is built",
-    "pack14": "needs kernels.py beside it, and shows that there is no bug",
     "pack16": "does not say how mamba-ssm is built",
     "pack25": "the sdist of deep-gemm cannot be installed",
-    "pack30": "needs text.py beside it",
 }
 LAST = re.compile(r"(BUG_REPRODUCED|BUG_ABSENT)|(?:CHANGED|UNTESTABLE): \S+.*")
 

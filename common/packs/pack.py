@@ -40,6 +40,8 @@ class Expectation:
     specifier: SpecifierSet
     verdict: str
     why: str
+    #: The lane without which the release cannot be judged: in others it is UNTESTABLE: no-device.
+    lane: str | None = None
 
     @property
     def outcome(self) -> str:
@@ -276,6 +278,7 @@ _Positive = Annotated[float, Meta(gt=0, le=1e9)]
 class _Expected(Struct, forbid_unknown_fields=True):
     verdict: Annotated[str, like(f"({'|'.join(OUTCOMES)})(: .+)?")]
     why: Annotated[str, Meta(min_length=1)]
+    lane: str | None = None
 
     def __post_init__(self) -> None:
         if self.verdict == "UNTESTABLE":
@@ -316,7 +319,7 @@ def _pack(folder: Path, told: _Toml) -> Pack:
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     python = told.python if told.python and sys.version_info < tuple(map(int, told.python.split("."))) else None
     expected = tuple(
-        Expectation(range=key, specifier=_specifier(f"expected.{key}", key), verdict=value.verdict, why=value.why)
+        Expectation(range=key, specifier=_specifier(f"expected.{key}", key), verdict=value.verdict, why=value.why, lane=value.lane)
         for key, value in told.expected.items()
     )
     pack = Pack(**{**given, "folder": folder, "expected": expected, "python": python})
@@ -332,6 +335,9 @@ def _pack(folder: Path, told: _Toml) -> Pack:
     for name, script in (("validate", told.validate), *((f"variants.{n}", v.script) for n, v in told.variants.items())):
         if script is not None and not (folder / script).is_file():
             raise ValueError(f"{name} names {script}, and there is no such file in {folder.name}")
+    for entry in expected:
+        if entry.lane not in (None, *told.lanes):
+            raise ValueError(f"expected.{entry.range}.lane: {entry.lane} is none of the pack's lanes: {', '.join(told.lanes)}")
     if told.kind != "selftest" and (odd := [e.range for e in expected if e.outcome in ("ERROR", "INFRA")]):
         raise ValueError(f"expected.{odd[0]}: ERROR and INFRA are for the self-test, they say nothing of a release")
     if any(v.source for v in told.variants.values()) and not told.tree:

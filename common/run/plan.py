@@ -97,6 +97,8 @@ def expected(plan: Plan, version: str, side: str) -> tuple[str, str]:
         expectation = replace(expectation, verdict=own.verdict, why=f"the variant {plan.variant} shows it")
     if own is not None and own.verdict == "MEASURED":
         return _measured(plan, version, side)
+    if expectation.lane not in (None, plan.lane):
+        return "UNTESTABLE: no-device", f"only the lane {expectation.lane} can judge it"
     if side == "unpatched":
         return expectation.verdict, expectation.why
     if plan.patch is not None and expectation.outcome != "REPRODUCED":

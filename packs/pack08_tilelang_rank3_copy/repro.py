@@ -5,8 +5,8 @@
 """tilelang: a pipelined copy into shared memory of rank 3 or 4 does not compile for Hopper, while the same copy in rank 2 does.
 
 T.copy(Q[...], q) with q [16, 4, 64] in shared memory, then T.gemm(T.reshape(q, [64, 64]), ...): "Cannot detect TMA layout" up to 0.1.8,
-"T.tma_copy() cannot fall back to normal copy" in 0.1.10 and 0.1.11. That it compiles does not make it right: see pack30. https://github.com/tile-ai/tilelang/pull/746, https://github.com/tile-ai/tilelang/pull/1798
-Compiles for sm_90a and runs nothing, so it needs no GPU. Exits with 10 (BUG_REPRODUCED), 0 (BUG_ABSENT) or 125 (neither).
+"T.tma_copy() cannot fall back to normal copy" in 0.1.10 and 0.1.11. https://github.com/tile-ai/tilelang/pull/746, /pull/1798
+Compiles for sm_90a, runs nothing, needs no GPU. That it compiles does not make it right: see pack30. Exits with 10 (BUG_REPRODUCED), 0 (BUG_ABSENT) or 125 (neither).
 """
 
 import argparse
@@ -36,9 +36,7 @@ def release():
 def product(T, tile, given):
     """The sum of Q_tile @ K_tile^T over four tiles of 64 rows and 64 columns, bf16, into Out [64, 64] fp32."""
     shape, zeros = (given[0] * 4, *given[1:]), (0,) * (len(given) - 1)
-    start = lambda i: (i * given[0], *zeros)  # noqa: E731
-    filled = lambda buffer: buffer if given == tile else T.view(buffer, given)  # noqa: E731
-    operand = lambda buffer: buffer if tile == FLAT else T.reshape(buffer, FLAT)  # noqa: E731
+    seen = lambda buffer, shape: buffer if shape == tile else T.reshape(buffer, shape)  # noqa: E731
 
     @T.prim_func
     def main(Q: T.Tensor(shape, "bfloat16"), K: T.Tensor(shape, "bfloat16"), Out: T.Tensor(FLAT, "float32")):
@@ -48,9 +46,9 @@ def product(T, tile, given):
             acc = T.alloc_fragment(FLAT, "float32")
             T.clear(acc)
             for i in T.Pipelined(4, num_stages=2):
-                T.copy(Q[start(i)], filled(q))
-                T.copy(K[start(i)], filled(k))
-                T.gemm(operand(q), operand(k), acc, transpose_B=True)
+                T.copy(Q[(i * given[0], *zeros)], seen(q, given))
+                T.copy(K[(i * given[0], *zeros)], seen(k, given))
+                T.gemm(seen(q, FLAT), seen(k, FLAT), acc, transpose_B=True)
             T.copy(acc, Out)
 
     return main
@@ -59,6 +57,7 @@ def product(T, tile, given):
 def sums(T, tile):
     """Out [64] fp32: the sums over each of 64 tokens' 16 numbers, bf16, which lie as ``tile`` says."""
     zeros = (0,) * (len(tile) - 1)
+    at = (lambda x, c, j: x[c, j]) if len(tile) == 2 else (lambda x, c, j: x[c, j // 4, j % 4])
 
     @T.prim_func
     def main(X: T.Tensor((64, *tile[1:]), "bfloat16"), Out: T.Tensor((64,), "float32")):
@@ -70,7 +69,7 @@ def sums(T, tile):
                 for c in T.Parallel(16):
                     out[c] = 0.0
                     for j in T.serial(16):
-                        out[c] += x[c, j] if len(tile) == 2 else x[c, j // 4, j % 4]
+                        out[c] += at(x, c, j)
                 T.copy(out, Out[i * 16])
 
     return main
@@ -95,8 +94,7 @@ def main():
     release()
     found = FACTS["metrics"]["forms"] = {form: outcome(form) for form in (*FORMS, *QK_DOT)}
     for form, what in found.items():
-        control = form in ("2-D", "qk_dot, 2-D")
-        check("control" if control else "trigger", f"{form} compiles: {what}", what.startswith("ok"))
+        check("control" if form in ("2-D", "qk_dot, 2-D") else "trigger", f"{form} compiles: {what}", what.startswith("ok"))
     known = all(what.startswith("ok") or re.search(KNOWN, what) for what in found.values())
     check("signature", "what does not compile stops at the rank of a TMA copy", known)
     finish()
