@@ -54,7 +54,7 @@ STAMP = "reproducer.json"
 #: Seconds that uv gets for one call: torch over a slow line, or a build.
 UV_TIMEOUT = 7200.0
 #: How environments are laid out; one made by an older runner is not taken for ours.
-LAYOUT = "copies, with byte code"
+LAYOUT = "copies, with byte code and a list of files"
 #: Where uv finds packages: the settings that a build may see, too, for it installs what it needs to build.
 UV_SETTINGS = (
     "UV_CONFIG_FILE",
@@ -369,7 +369,32 @@ def _for_python(version: str | None) -> list[str]:
 
 
 def has_base(requires: Sequence[str], cache_dir: Path) -> bool:
-    return (_base_place(requires, cache_dir) / STAMP).is_file()
+    return _is_base(_base_place(requires, cache_dir))
+
+
+#: Bases that were compared with their stamps; looking at the files of torch takes a moment.
+_COMPARED: set[Path] = set()
+
+
+def _is_base(place: Path) -> bool:
+    """Whether a base layer is whole. One that lost files would make a release look as if it could not be imported."""
+    if place not in _COMPARED or not (place / STAMP).is_file():
+        _COMPARED.discard(place)
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            if json.loads((place / STAMP).read_text(encoding="utf-8")).get("files") == _files(place):
+                _COMPARED.add(place)
+    return place in _COMPARED
+
+
+def _files(place: Path) -> str:
+    """A digest of the names and sizes of what is installed in an environment, less byte code."""
+    digest = hashlib.sha256()
+    for folder, folders, names in os.walk(_site(place)):
+        folders[:] = sorted(name for name in folders if name != "__pycache__")
+        for name in sorted(names):
+            path = Path(folder, name)
+            digest.update(f"{path.relative_to(place)} {path.lstat().st_size}\n".encode())
+    return digest.hexdigest()
 
 
 def base(requires: Sequence[str], cache_dir: Path) -> Path:
@@ -378,6 +403,7 @@ def base(requires: Sequence[str], cache_dir: Path) -> Path:
     with locked(place.with_name(f"{place.name}.lock")):
         if has_base(requires, cache_dir):
             return place
+        (place / STAMP).unlink(missing_ok=True)
         _venv(place)
         if requires:
             # Runs write no byte code (what lies in a release's folder has to be what it installed), so it is made here, once.
@@ -390,7 +416,7 @@ def base(requires: Sequence[str], cache_dir: Path) -> Path:
                     f"The base layer ({', '.join(requires)}) cannot be installed: {_short(_why(done))} "
                     "Without a network, use an environment that has these and run 'python -m common run PACK --here'."
                 )
-        write_atomically(place / STAMP, json.dumps({"requires": list(requires)}))
+        write_atomically(place / STAMP, json.dumps({"requires": list(requires), "files": _files(place)}))
     return place
 
 

@@ -46,6 +46,12 @@ def files(lane: str) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
+def files_of(pack: Pack, lane: str, side: str, variant: str) -> list[Path]:
+    """The files of every lane that a run of one side is in: validate.py may have one of its own."""
+    other = pack.checked_in(lane) if side == "patched" and pack.deep_check(variant) else lane
+    return list(dict.fromkeys([*files(lane), *files(other)]))
+
+
 def known() -> list[str]:
     modules = (path.stem.replace("_", "-") for path in FOLDER.glob("*.py"))
     return sorted({"device", *modules} - {"--init--", "launch"})

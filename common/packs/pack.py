@@ -104,6 +104,8 @@ class Pack:
     build: Mapping[str, str]
     #: The deep check of the fix, run on the patched side after repro.py; FIX_VALIDATED needs both.
     validate: str | None
+    #: The lane that runs it, with the lane's pins, where that is not the lane that runs repro.py. A GPU runs both.
+    validate_lane: str | None
     timeout: float
     memory: float
 
@@ -145,9 +147,13 @@ class Pack:
         own = self.variants.get(variant)
         return self._with([*self.pins.get(lane, ()), *(own.requires if own else ())])
 
+    def checked_in(self, lane: str) -> str:
+        """The lane that runs validate.py where repro.py is run in ``lane``."""
+        return lane if lane == "device" else self.validate_lane or lane
+
     def at(self, version: str) -> Pack:
         """This pack with the pins that go with one release of its upstream."""
-        keys = [key for key in self.pins if key not in self.lanes]
+        keys = [key for key in self.pins if key not in (*self.lanes, self.validate_lane)]
         mine = [key for key in keys if SpecifierSet(key).contains(Version(version), prereleases=True)]
         return self._with([pin for key in mine for pin in self.pins[key]])
 
@@ -196,6 +202,7 @@ class Pack:
             "memory": self.memory,
             "timeout": self.timeout,
             "wheels": hashlib.sha256((self.folder / self.wheels).read_bytes()).hexdigest() if self.wheels else None,
+            **({"validate_lane": self.pins.get(self.validate_lane)} if self.validate_lane else {}),
         }
 
 
@@ -310,6 +317,7 @@ class _Toml(Struct, forbid_unknown_fields=True, kw_only=True):
     tools: list[str] = []
     build: dict[str, str] = {}
     validate: _File | None = None
+    validate_lane: str | None = None
     timeout: _Positive = 180.0
     memory: _Positive = 8.0
 
@@ -319,7 +327,9 @@ def _pack(folder: Path, told: _Toml) -> Pack:
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     python = told.python if told.python and sys.version_info < tuple(map(int, told.python.split("."))) else None
     expected = tuple(
-        Expectation(range=key, specifier=_specifier(f"expected.{key}", key), verdict=value.verdict, why=value.why, lane=value.lane)
+        Expectation(
+            range=key, specifier=_specifier(f"expected.{key}", key), verdict=value.verdict, why=value.why, lane=value.lane
+        )
         for key, value in told.expected.items()
     )
     pack = Pack(**{**given, "folder": folder, "expected": expected, "python": python})
@@ -330,11 +340,13 @@ def _pack(folder: Path, told: _Toml) -> Pack:
     ):
         _requirements(key, listed)
     for key in told.pins:
-        if key not in told.lanes:
+        if key not in (*told.lanes, told.validate_lane):
             _specifier(f"pins.{key}", key)
     for name, script in (("validate", told.validate), *((f"variants.{n}", v.script) for n, v in told.variants.items())):
         if script is not None and not (folder / script).is_file():
             raise ValueError(f"{name} names {script}, and there is no such file in {folder.name}")
+    if told.validate_lane is not None and told.validate is None:
+        raise ValueError("validate_lane names the lane that runs validate.py, and `validate` is missing")
     for entry in expected:
         if entry.lane not in (None, *told.lanes):
             raise ValueError(f"expected.{entry.range}.lane: {entry.lane} is none of the pack's lanes: {', '.join(told.lanes)}")

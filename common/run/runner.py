@@ -187,7 +187,9 @@ def _receipt(plan: Plan, release: Release, cell: Cell, ran: _Ran, verdict: Verdi
     return receipt.made(
         verdict,
         subject=_subject(plan, release, cell, there),
-        hashes=plan.pack.at(release.version).hashes(cell.side, lanes.files(plan.lane), plan.variant),
+        hashes=plan.pack.at(release.version).hashes(
+            cell.side, lanes.files_of(plan.pack, plan.lane, cell.side, plan.variant), plan.variant
+        ),
         runner=__version__,
         **asdict(cell),
         lane=plan.lane,
@@ -285,11 +287,11 @@ def _attempt(
         return _Ran(closing=at_anchor, environment=there, notes=notes)
     command, environ = execute.command(plan, there), execute.environ(plan, cell, there, place)
 
-    def ended_by(command: list[str]) -> Ended:
+    def ended_by(plan: Plan, there: Environment, command: list[str]) -> Ended:
         with writing(place):
             return run(
                 execute.sandboxed(plan, there, place, command) if plan.sandbox else command,
-                env=environ,
+                env=execute.environ(plan, cell, there, place),
                 cwd=place / "tmp",
                 timeout=plan.pack.timeout,
                 memory=int(plan.pack.memory * 2**30),
@@ -297,7 +299,7 @@ def _attempt(
                 mark=place.name,
             )
 
-    ended_as = ended_by(command)
+    ended_as = ended_by(plan, there, command)
     output = scrub(ended_as.output)
     if ended_as.exit and shutil.disk_usage(place).free < 2**20:
         raise InfraError(f"No space was left on the disk of {plan.cache} while the script ran: free some and run again.")
@@ -308,7 +310,15 @@ def _attempt(
     lines = None
     if deep is not None and closing["exit"] == 0:
         lines = len(output.splitlines())
-        second = ended_by(execute.command(plan, there, deep))
+        checking, its = plan, there
+        if (lane := plan.pack.checked_in(plan.lane)) != plan.lane:
+            checking = replace(plan, lane=lane, pack=plan.pack.varied("", lane))
+            try:
+                its, _ = _hold(checking, release, held, stop)
+            except InstallError as error:
+                raise InfraError(f"The environment of lane {lane} for {deep.name} cannot be installed: {error}") from error
+            scrub = _scrubber(plan, place, there, its)
+        second = ended_by(checking, its, execute.command(checking, its, deep))
         output = _ended(output) + scrub(second.output)
         closing["validate"] = _closing(second, sandbox=plan.sandbox)
     return _Ran(
@@ -477,14 +487,16 @@ def _ended(output: str) -> str:
     return output if not output or output.endswith("\n") else f"{output}\n"
 
 
-def _scrubber(plan: Plan, place: Path, there: Environment | None) -> Scrubber:
-    folders = [("<release>", there.site)] if there else []
+def _scrubber(plan: Plan, place: Path, *those: Environment | None) -> Scrubber:
+    found = [there for there in those if there]
+    folders = [("<release>", there.site) for there in found]
     folders += [
         ("<overlay>", place / "overlay"),
         ("<cell>", place),
         ("<pack>", plan.pack.folder),
         ("<lanes>", lanes.FOLDER),
     ]
-    folders += [("<base>", folder) for folder in there.path] + [("<python>", there.python.parent.parent)] if there else []
+    for there in found:
+        folders += [*(("<base>", folder) for folder in there.path), ("<python>", there.python.parent.parent)]
     folders += [("<cache>", plan.cache), ("<checkout>", ROOT)]
     return Scrubber(folders)

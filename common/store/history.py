@@ -180,7 +180,8 @@ class _Freshness:
         if key not in self._today:
             known = facts.lane in lanes.known()
             # A lane that is gone cannot be run again as it was: what was seen there is stale.
-            self._today[key] = held.hashes(facts.side, lanes.files(facts.lane), facts.variant) if known else {}
+            of_lanes = lanes.files_of(held, facts.lane, facts.side, facts.variant) if known else []
+            self._today[key] = held.hashes(facts.side, of_lanes, facts.variant) if known else {}
         today = self._today[key]
         if facts.schema == 1:  # Which did not name them.
             today = {name: digest for name, digest in today.items() if name != "settings"}
