@@ -1,5 +1,7 @@
 """What is attached fits a comment, renders, holds no secret and overstates nothing."""
 
+import re
+
 import pytest
 from helpers import FACTS, make_log
 from hypothesis import given
@@ -7,9 +9,10 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from common.errors import UserError
-from common.packs.pack import find
+from common.files import RESULTS
+from common.packs.pack import all_packs, find
 from common.publish import attach
-from common.store import history
+from common.store import history, receipt
 
 MARKDOWN = MarkdownIt("gfm-like", {"linkify": False})
 PACK = find("pack09")
@@ -30,14 +33,68 @@ def test_the_top_is_the_verdict_then_the_table(tmp_path, store):
     store(tmp_path, version="0.6.5")
     store(tmp_path, version="0.7.0")
     text = attach.write(PACK, tmp_path)[0].read_text()
-    first = text.splitlines()[0]
-    assert first.startswith("**")
-    assert first.endswith("Evidence: interpreter.**")
-    assert "reproduced in liger-kernel 0.6.5–0.7.0" in first
-    assert "| 0.6.5 – 0.7.0 (2 releases) | BUG_REPRODUCED | – | 5.0e-01 | 1.0e-05 | 1.0e-07 | – |" in text
+    assert text.startswith("**`LigerFusedLinearCrossEntropyFunction"), "the README's bold line"
+    assert "Reproduced in liger-kernel 0.6.5 – 0.7.0 (interpreter)." in text
+    assert (
+        "| 0.6.5 – 0.7.0 (2 releases) | BUG_REPRODUCED | – | interpreter on test-machine | 2 | 5.0e-01 | 1.0e-05 | – |" in text
+    )
     assert "(stale)" not in text
     assert "Threads: linkedin/Liger-Kernel#968" in text
     assert "<table>" in MARKDOWN.render(text)
+    assert '{"' not in text, "what is for programs is in the receipts"
+
+
+def test_every_machine_counts_and_no_range_bridges_a_release_that_was_not_run_there(tmp_path, store):
+    for version in ("0.6.5", "0.7.0", "0.8.0"):
+        store(tmp_path, version=version)
+    for version in ("0.6.5", "0.8.0"):
+        strong = log_of(version, evidence="device:sm_90").replace("triton-interpreter", "device")
+        store(tmp_path, machine="gpu", version=version, log=strong)
+    text = attach.write(PACK, tmp_path)[0].read_text()
+    table = text.partition("|---|")[2].partition("Errors are relative")[0]
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| 0.")]
+    assert [(row[0], row[3]) for row in rows] == [
+        ("| 0.6.5", "device:sm_90 on gpu, interpreter on test-machine"),
+        ("| 0.7.0", "interpreter on test-machine"),
+        ("| 0.8.0", "device:sm_90 on gpu, interpreter on test-machine"),
+    ]
+    assert "0.7.0 (interpreter)" in text
+
+
+def test_machines_that_disagree_are_told(tmp_path, store):
+    store(tmp_path, version="0.7.0")
+    right = log_of("0.7.0", verdict="ABSENT", evidence="device:sm_90").replace("triton-interpreter", "device")
+    right = right.replace("BUG_REPRODUCED", "BUG_ABSENT").replace('"exit": 10', '"exit": 0').replace("0.5", "1e-08")
+    path = store(tmp_path, machine="gpu", version="0.7.0", log=right)
+    assert receipt.read(path).facts.outcome == "ABSENT"
+    assert "| 0.7.0 | BUG_ABSENT; BUG_REPRODUCED on test-machine |" in attach.write(PACK, tmp_path)[0].read_text()
+
+
+def test_links_lead_somewhere_or_are_words():
+    readme = "# x\n\n[#1]: https://github.com/o/r/issues/1\n[pack08]: ../pack08/README.md\n"
+    text = "See [validate.py](validate.py), [docs](https://o.r/d), [#1], [pack08] and x[0]."
+    assert attach._linked(text, readme) == (
+        "See validate.py, [docs](https://o.r/d), [#1](https://github.com/o/r/issues/1), pack08 and x[0]."
+    )
+
+
+@pytest.mark.parametrize("pack", all_packs(), ids=lambda pack: pack.name)
+def test_the_committed_records_make_a_text_of_what_each_release_showed(pack, tmp_path):
+    """Each range of the text is in the receipts: as many releases, at the levels and on the machines that it names."""
+    if pack.kind == "selftest":
+        return
+    runs, commits = attach.load(pack, RESULTS, None)
+    text = attach.render(pack, runs, commits, attach._told_of(pack, [*runs, *commits]), None)
+    assert len(text) <= attach.LIMIT
+    assert not re.search(r"\]\((?!https?://)", text), "a link that leads nowhere"
+    by_release = history.releases(runs)
+    assert sum(found.count for found in history.ranges(runs)) == len(by_release)
+    for found in history.ranges(runs):
+        names = list(by_release)
+        for version in names[names.index(found.first) : names.index(found.last) + 1]:
+            seen = {(s.evidence, s.machine) for s in by_release[version].get("unpatched", ()) if s.evidence != "none"}
+            assert set(found.evidence) <= seen
+    assert {s.word for s in commits if s.side == "unpatched"} <= set(re.findall(r"\w+(?:: [\w-]+)?", text)) | {""}
 
 
 def test_a_history_that_goes_back_and_forth_stays_so(tmp_path, store):
@@ -50,7 +107,7 @@ def test_a_history_that_goes_back_and_forth_stays_so(tmp_path, store):
         .replace("BUG_REPRODUCED", "CHANGED: scalar")
         .replace('"exit": 10', '"exit": 125'),
     )
-    found = history.ranges(attach.load(PACK, tmp_path, None))
+    found = history.ranges(attach.load(PACK, tmp_path, None)[0])
     assert [(r.name, r.unpatched) for r in found] == [
         ("0.5.8", "BUG_REPRODUCED"),
         ("0.6.0", "CHANGED: scalar"),
@@ -116,12 +173,12 @@ def test_each_upstreams_headings_are_filled(tmp_path, store, template):
         assert (between.partition(following)[0] if following else between).strip()
 
 
-def test_the_strongest_machine_is_taken_and_another_can_be_named(tmp_path, store):
+def test_one_machine_can_be_named(tmp_path, store):
     store(tmp_path)
     strong = log_of("0.7.0", evidence="device:sm_90").replace("triton-interpreter", "device")
     store(tmp_path, machine="gpu", log=strong)
-    assert "Evidence: device:sm_90" in attach.write(PACK, tmp_path)[0].read_text()
-    assert "Evidence: interpreter" in attach.write(PACK, tmp_path, machine="test-machine")[0].read_text()
+    assert "0.7.0 (device:sm_90, interpreter)" in attach.write(PACK, tmp_path)[0].read_text()
+    assert "0.7.0 (interpreter)" in attach.write(PACK, tmp_path, machine="test-machine")[0].read_text()
     with pytest.raises(UserError, match="there are from gpu, test-machine"):
         attach.write(PACK, tmp_path, machine="cray")
 

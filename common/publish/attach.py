@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jinja2
@@ -13,27 +17,51 @@ import msgspec
 
 from common.errors import UserError
 from common.files import CACHE, write_atomically
+from common.install.releases import choose
 from common.packs.pack import Pack
+from common.run.overlay import apply_fix
+from common.run.runner import installed
 from common.scrub import Scrubber, md, plain
 from common.store import history
-from common.store.grade import strength
-from common.store.history import Range, Seen, ranges, strongest
+from common.store.cell import Cell
+from common.store.history import Range, Seen, best, ranges
+from common.transforms import load_fix
 
 #: GitHub's limit for a comment, in characters.
 LIMIT = 65_536
-#: A script up to this many lines stands in the comment; a longer one is a file beside it.
-INLINE = 40
+#: A script, and a diff, up to this many lines stand in the comment; longer ones are files beside it.
+INLINE, INLINE_DIFF = 40, 60
 
 #: The headings of each upstream's bug template, as of 2026-11, and what goes under each.
 TEMPLATES: Mapping[str, Sequence[tuple[str, str]]] = {
-    "liger-kernel": (("### 🐛 Describe the bug", "describe"), ("### Reproduce", "reproduce"), ("### Versions", "versions")),
+    "deep-gemm": (
+        ("### Bug Description", "describe"),
+        ("### Steps to Reproduce", "reproduce"),
+        ("### Expected Behavior", "expected"),
+        ("### Environment", "versions"),
+        ("### Additional Context", "fix"),
+    ),
+    "liger-kernel": (
+        ("### 🐛 Describe the bug", "describe"),
+        ("### Reproduce", "reproduce"),
+        ("### Versions", "versions"),
+    ),
+    "mamba-ssm": (("### Describe the bug", "describe"), ("### Reproduce", "reproduce"), ("### Versions", "versions")),
+    "megatron-core": (
+        ("**Describe the bug**", "describe"),
+        ("**Steps/Code to reproduce bug**", "reproduce"),
+        ("**Expected behavior**", "expected"),
+        ("**Additional context**", "fix"),
+    ),
     "tilelang": (
         ("### What version of TileLang are you using?", "release"),
         ("### System information", "versions"),
         ("### Problem description", "describe"),
         ("### Reproducible example code", "reproduce"),
         ("### Expected behavior", "expected"),
+        ("### Additional context", "fix"),
     ),
+    "torchao": (("### Description", "describe"), ("### Steps to reproduce", "reproduce"), ("### Environment", "versions")),
     "transformer-engine": (
         ("**Describe the bug**", "describe"),
         ("**Steps/Code to reproduce bug**", "reproduce"),
@@ -41,15 +69,8 @@ TEMPLATES: Mapping[str, Sequence[tuple[str, str]]] = {
         ("**Environment overview**", "install"),
         ("**Environment details**", "versions"),
         ("**Device details**", "device"),
-        ("**Additional context**", "context"),
+        ("**Additional context**", "fix"),
     ),
-    "megatron-core": (
-        ("**Describe the bug**", "describe"),
-        ("**Steps/Code to reproduce bug**", "reproduce"),
-        ("**Expected behavior**", "expected"),
-        ("**Additional context**", "versions"),
-    ),
-    "mamba-ssm": (("### Describe the bug", "describe"), ("### Reproduce", "reproduce"), ("### Versions", "versions")),
 }
 
 
@@ -57,32 +78,70 @@ def write(pack: Pack, results: Path, *, machine: str | None = None, template: st
     """Write ``results/attach/PACK.md`` and the folder of files beside it; returns their paths."""
     if template is not None and template not in TEMPLATES:
         raise UserError(f"There is no bug template for {template!r}; there are {', '.join(TEMPLATES)}.")
-    runs = load(pack, results, machine)
+    runs, commits = load(pack, results, machine)
+    told = _told_of(pack, [*runs, *commits])
+    patch = told.of("patched")
+    diff = _diff(pack, patch) if patch is not None and patch.patch else None
     target = results / "attach" / f"{pack.name}.md"
-    text = render(pack, runs, template=template)
-    write_atomically(target, text)
-    return [target, *_files(pack, runs, results / "attach" / pack.name)]
+    write_atomically(target, render(pack, runs, commits, told, diff, template=template))
+    return [target, *_files(pack, [*runs, *commits], told, diff, results / "attach" / pack.name)]
 
 
-def load(pack: Pack, results: Path, machine: str | None) -> list[Seen]:
-    """The stored runs of one machine; by default of the one with the strongest evidence."""
+def load(pack: Pack, results: Path, machine: str | None) -> tuple[list[Seen], list[Seen]]:
+    """The stored runs of the pack's releases and of the commits that it names, of every machine or of one."""
     stored = history.load(results, [pack])
     for error in stored.unreadable.values():
         raise error
-    found = stored.by_machine(pack.name, pack.package)
+    runs, commits = stored.of(pack.name, pack.package), stored.of_commits(pack)
+    found = sorted({seen.machine for seen in [*runs, *commits]})
     if not found:
         raise UserError(f"There is no receipt of {pack.name} in {results}: run 'nox -s {pack.name}' first.")
     if machine is not None and machine not in found:
-        raise UserError(f"There is no receipt of {pack.name} from {machine!r}; there are from {', '.join(sorted(found))}.")
-    return found[machine or max(sorted(found), key=lambda name: strength(strongest(found[name])))]
+        raise UserError(f"There is no receipt of {pack.name} from {machine!r}; there are from {', '.join(found)}.")
+    return [s for s in runs if machine in (None, s.machine)], [s for s in commits if machine in (None, s.machine)]
 
 
-def render(pack: Pack, runs: Sequence[Seen], *, template: str | None = None) -> str:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Told:
+    """The release (or commit) that the text speaks of, by its best run: the newest wrong one, of those that are pinned where one is."""
+
+    seen: Seen
+    runs: Sequence[Seen]
+
+    def of(self, side: str) -> Seen | None:
+        """The best run of one of its sides on the machine of ``seen``."""
+        cell = replace(self.seen.cell, side=side)
+        return best(s for s in self.runs if s.cell == cell and s.machine == self.seen.machine)
+
+    @property
+    def sides(self) -> list[Seen]:
+        return [seen for side in ("unpatched", "patched") if (seen := self.of(side)) is not None]
+
+
+def _told_of(pack: Pack, runs: Sequence[Seen]) -> Told:
+    by_cell: dict[Cell, list[Seen]] = {}
+    for seen in runs:
+        if seen.side == "unpatched":
+            by_cell.setdefault(seen.cell, []).append(seen)
+    chosen = [found for seen in by_cell.values() if (found := best(seen)) is not None] or list(runs)
+    of_releases = [seen for seen in chosen if not seen.cell.variant] or chosen
+    wrong = [seen for seen in of_releases if seen.outcome == "REPRODUCED"]
+    at_commits = [seen for seen in chosen if seen.cell.variant and seen.outcome == "REPRODUCED"]
+    pinned = [seen for seen in wrong if seen.version in pack.pinned]
+    return Told(seen=(pinned or wrong or at_commits or of_releases)[-1], runs=runs)
+
+
+def render(
+    pack: Pack,
+    runs: Sequence[Seen],
+    commits: Sequence[Seen],
+    told: Told,
+    diff: tuple[str, str] | None,
+    *,
+    template: str | None = None,
+) -> str:
     """The comment's Markdown, at most `LIMIT` characters: logs are cut first, and say so."""
     found = ranges(runs)
-    # The release that the text speaks of: the newest wrong one, of those whose log and files are attached where there is one.
-    wrong = [seen for seen in runs if seen.outcome == "REPRODUCED"]
-    newest = ([seen for seen in wrong if seen.version in pack.pinned] or wrong or list(runs))[-1]
     script = pack.script.read_text(encoding="utf-8")
     readme = (pack.folder / "README.md").read_text(encoding="utf-8")
     environment = jinja2.Environment(
@@ -92,34 +151,32 @@ def render(pack: Pack, runs: Sequence[Seen], *, template: str | None = None) -> 
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters.update(fenced=fenced, md=md)
+    environment.filters.update(fenced=fenced, levels=_levels, md=md)
     scrub = Scrubber()
-    facts = newest.document().facts
-    pinned = [(seen, seen.log()) for seen in runs if seen.version in pack.pinned]
-    shown = [(seen, log) for seen, log in pinned if log.count("\n") > 2]
+    facts = told.seen.document().facts
+    shown = [(seen, log) for seen in told.sides if (log := _readable(seen.log()))]
     for budget in (24_000, 12_000, 6_000, 2_000, 500, 0):
         logs = [(seen, *_tail(log, budget // max(1, len(shown)))) for seen, log in shown]
         text = scrub(
             environment.get_template("attach.md.j2").render(
                 pack=pack,
                 ranges=found,
-                summary=summary(pack, found, runs),
-                evidence=strongest(runs),
+                commits=_rows(pack, commits),
+                verdict=_linked(readme.partition("\n\n")[2].partition("\n\n")[0], readme),
+                summary=summary(pack, found, commits),
                 newest=facts,
                 environment=facts.environment,
-                subjects=[
-                    msgspec.to_builtins(seen.document().subject[0])
-                    for seen in runs
-                    if seen.side == "unpatched" and seen.version in pack.pinned
-                ],
+                subjects=[msgspec.to_builtins(told.seen.document().subject[0])],
                 script=script if script.count("\n") <= INLINE else None,
                 lines=script.count("\n"),
                 logs=logs,
-                claimed=section(readme, "Scope claimed"),
-                not_claimed=section(readme, "Scope NOT claimed"),
-                trigger=section(readme, "Trigger"),
-                expected=section(readme, "Fix"),
-                stale=any(seen.stale for seen in runs),
+                claimed=_linked(section(readme, "Scope claimed"), readme),
+                not_claimed=_linked(section(readme, "Scope NOT claimed"), readme),
+                trigger=_linked(section(readme, "Trigger"), readme),
+                fix=_linked(section(readme, "Fix"), readme),
+                diff=diff,
+                inline_diff=diff is not None and diff[1].count("\n") <= INLINE_DIFF,
+                expected=_expected(shown[0][0] if shown else told.seen),
                 headings=TEMPLATES[template] if template else (),
             )
         )
@@ -130,20 +187,74 @@ def render(pack: Pack, runs: Sequence[Seen], *, template: str | None = None) -> 
     )
 
 
-def summary(pack: Pack, found: Sequence[Range], runs: Sequence[Seen]) -> str:
-    """One sentence: where the bug is, where it is not, whether the fix cures it."""
+def summary(pack: Pack, found: Sequence[Range], commits: Sequence[Seen] = ()) -> str:
+    """Sentences: where the bug is, where it is not, and whether the fix cures it, each with its evidence."""
     parts = []
-    for word, verb in (("BUG_REPRODUCED", "reproduced in"), ("BUG_ABSENT", "absent in")):
-        names = [r.first if r.count == 1 else f"{r.first}–{r.last}" for r in found if r.unpatched == word]
-        if names:
-            parts.append(f"{verb} {pack.package} {', '.join(names)}")
-    if any(r.patched == "FIX_VALIDATED" for r in found):
-        parts.append(
-            "cured by the fix"
-            if all(r.patched == "FIX_VALIDATED" for r in found if r.unpatched == "BUG_REPRODUCED")
-            else "cured by the fix in some releases only"
-        )
-    return "; ".join(parts) or "no release shows the bug or its absence"
+    for outcome, verb in (("BUG_REPRODUCED", "Reproduced in"), ("BUG_ABSENT", "Absent in")):
+        names = [f"{_range(r)} ({_by(r)})" for r in found if r.unpatched.partition(";")[0] == outcome]
+        word = "REPRODUCED" if outcome == "BUG_REPRODUCED" else "ABSENT"
+        at = [s for s in commits if s.side == "unpatched" and s.outcome == word]
+        names += [f"commit {(pack.variants[s.cell.variant].source or '')[:8]} ({s.evidence})" for s in at]
+        parts += [f"{verb} {pack.package} {', '.join(names)}."] if names else []
+    wrong = [r for r in found if r.unpatched.startswith("BUG_REPRODUCED")]
+    cured = [r for r in wrong if r.patched == "FIX_VALIDATED"]
+    if cured:
+        where = "there" if len(cured) == len(wrong) else ", ".join(_range(r) for r in cured)
+        parts.append(f"The fix below cures it {'in ' if where != 'there' else ''}{where}.")
+    return " ".join(parts) or "No release shows the bug or its absence."
+
+
+def _rows(pack: Pack, commits: Sequence[Seen]) -> list[tuple[str, Seen, str]]:
+    """For each run of a commit as released: the commit, the run, and what the fix came to on the same machine."""
+    rows = []
+    for seen in commits:
+        if seen.side == "unpatched":
+            told = Told(seen=seen, runs=commits).of("patched")
+            rows.append((pack.variants[seen.cell.variant].source or "", seen, told.word if told else "–"))
+    return rows
+
+
+def _range(found: Range) -> str:
+    return found.first if found.count == 1 else f"{found.first} – {found.last}"
+
+
+def _by(found: Range) -> str:
+    return ", ".join(_levels(found)) or "no evidence"
+
+
+def _levels(found: Range) -> dict[str, list[str]]:
+    """Evidence level -> the machines that it was seen on, strongest first."""
+    levels: dict[str, list[str]] = {}
+    for level, machine in found.evidence:
+        levels.setdefault(level, []).append(machine)
+    return levels
+
+
+def _expected(seen: Seen) -> str:
+    """What a correct release would show: the checks of the bug that failed, which are named as it behaves."""
+    for line in seen.log().splitlines():
+        with suppress(ValueError, AttributeError):
+            report = json.loads(line)
+            failed = [c["name"] for c in report.get("checks", ()) if c["role"] == "trigger" and not c["ok"]]
+            if failed:
+                return "These checks of the script hold:\n\n" + "\n".join(f"- {md(name)}" for name in failed)
+    return "The script ends with `BUG_ABSENT`."
+
+
+def _readable(log: str) -> str:
+    """What the script said, without the lines that are for programs."""
+    return "\n".join(line for line in log.splitlines() if not line.startswith('{"'))
+
+
+def _linked(text: str, readme: str) -> str:
+    """Markdown without links that lead nowhere outside the repository: their text stays; and those by reference written out."""
+    known = dict(re.findall(r"^\[([^\]]+)\]: (\S+)", readme, re.MULTILINE))
+
+    def link(words: str, target: str) -> str:
+        return f"[{words}]({target})" if re.match(r"https?://", target) else words
+
+    text = re.sub(r"\[([^\]]+)\]\(([^)\s]+)\)", lambda m: link(m[1], m[2]), text)
+    return re.sub(r"\[([^\]]+)\](?![(\]])", lambda m: link(m[1], known[m[1]]) if m[1] in known else m[0], text)
 
 
 def section(markdown: str, heading: str) -> str:
@@ -173,20 +284,44 @@ def _tail(log: str, budget: int) -> tuple[str, int]:
     return "\n".join(reversed(kept)), len(lines) - len(kept)
 
 
-def _files(pack: Pack, runs: Sequence[Seen], folder: Path) -> list[Path]:
-    """Script, diff of the fix, receipts and logs of the pinned releases, ready to be dragged into a comment."""
+def _diff(pack: Pack, seen: Seen) -> tuple[str, str]:
+    """Name and text of the diff that a run was made with; from the cache, or made once more from the release."""
+    assert seen.patch is not None
+    name, sha256 = seen.patch
+    kept = CACHE / "diffs" / f"{sha256}.diff"
+    if kept.is_file() and hashlib.sha256(kept.read_bytes()).hexdigest() == sha256:
+        return name, kept.read_text(encoding="utf-8")
+    if seen.cell.variant:
+        raise UserError(
+            f"The diff {name} is of a commit: run 'nox -s {pack.name} -- --variant {seen.cell.variant}', which makes it."
+        )
+    release = next((r for r in choose(pack, seen.version, CACHE)[0]), None)
+    if release is None:
+        raise UserError(f"The index has no {pack.package} {seen.version} to make the fix's diff from.")
+    there = installed(pack.varied("", seen.lane), release, CACHE)
+    with tempfile.TemporaryDirectory() as folder:
+        text = apply_fix(load_fix(pack.fix), there.site, Path(folder))
+    if hashlib.sha256(text.encode()).hexdigest() != sha256:
+        raise UserError(
+            f"fix.py has changed since {seen.path.name} was made: run 'nox -s regress -- --pack {pack.name}' first."
+        )
+    write_atomically(kept, text)
+    return name, text
+
+
+def _files(pack: Pack, runs: Sequence[Seen], told: Told, diff: tuple[str, str] | None, folder: Path) -> list[Path]:
+    """Script, diff of the fix, receipts and logs of the pinned releases and of what is told, ready to be dragged into a comment."""
     shutil.rmtree(folder, ignore_errors=True)
     scrub = Scrubber()
-    files = [(pack.script.name, pack.script.read_text(encoding="utf-8"))]
-    pinned = [seen for seen in runs if seen.version in pack.pinned]
-    for seen in pinned:
-        files += [(seen.path.name, seen.path.read_text(encoding="utf-8")), (seen.log_name, seen.log())]
-        if patch := seen.patch:
-            name, sha256 = patch
-            diff = CACHE / "diffs" / f"{sha256}.diff"
-            if not diff.is_file() or hashlib.sha256(diff.read_bytes()).hexdigest() != sha256:
-                raise UserError(f"The diff {name} of the fix is not at hand: run 'nox -s {pack.name}' once, which makes it.")
-            files.append((name, diff.read_text(encoding="utf-8")))
-    for name, text in files:
+    files = {pack.script.name: pack.script.read_text(encoding="utf-8")}
+    if pack.validate:
+        files[pack.validate] = (pack.folder / pack.validate).read_text(encoding="utf-8")
+    if diff is not None:
+        files[diff[0]] = diff[1]
+    mine = [seen for seen in runs if seen.machine == told.seen.machine and seen.version in pack.pinned]
+    for seen in {seen.path: seen for seen in [*told.sides, *mine]}.values():
+        files[seen.path.name] = seen.path.read_text(encoding="utf-8")
+        files[seen.log_name] = seen.log()
+    for name, text in files.items():
         write_atomically(folder / name, scrub(text))
-    return [folder / name for name, _ in files]
+    return [folder / name for name in files]

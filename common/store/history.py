@@ -106,6 +106,11 @@ class History:
         """The runs of a pack on a package, nightlies being a package of their own."""
         return self._by_subject.get((pack, dist), [])
 
+    def of_commits(self, pack: Pack) -> list[Seen]:
+        """The runs of the commits that a pack's variants name."""
+        named = {name for name, variant in pack.variants.items() if variant.source}
+        return [seen for seen in self.runs if seen.cell.pack == pack.name and seen.cell.variant in named]
+
     def by_machine(self, pack: str, dist: str) -> dict[str, list[Seen]]:
         found: dict[str, list[Seen]] = defaultdict(list)
         for seen in self.of(pack, dist):
@@ -318,6 +323,10 @@ class Range:
     control: str
     fixed: str
     stale: bool
+    #: Evidence and machine of each run that says so, of every release of the range; the strongest first.
+    evidence: tuple[tuple[str, str], ...] = ()
+    #: Receipts behind it, both sides.
+    receipts: int = 0
 
     @property
     def name(self) -> str:
@@ -325,16 +334,25 @@ class Range:
 
 
 def ranges(runs: Iterable[Seen]) -> list[Range]:
-    """Releases in order, neighbours with the same verdicts taken together; histories that go back and forth stay so."""
+    """Releases in order; neighbours with the same verdicts, seen at the same levels on the same machines, are taken together.
+
+    So no range bridges a release that was not run as the others were, and histories that go back and forth stay so.
+    """
     found = []
-    sides = {version: {side: best(seen) for side, seen in both.items()} for version, both in releases(runs).items()}
+    by_release = releases(runs)
+    sides = {version: {side: best(seen) for side, seen in both.items()} for version, both in by_release.items()}
 
-    def words(item: tuple[str, dict[str, Seen | None]]) -> tuple[str, str]:
-        both = item[1]
+    def key(item: tuple[str, dict[str, Seen | None]]) -> tuple[str, str, tuple[tuple[str, str], ...]]:
+        version, both = item
         first, second = both.get("unpatched"), both.get("patched")
-        return first.word if first else "–", second.word if second else "–"
+        words = first.word if first else "–"
+        seen = by_release[version].get("unpatched", ())
+        told = sorted({s.outcome: s for s in seen if s.outcome in ("REPRODUCED", "ABSENT")}.values(), key=lambda s: s.outcome)
+        words += "".join(f"; {s.word} on {s.machine}" for s in told if first and s.outcome != first.outcome)
+        by = {(s.evidence, s.machine) for s in seen if first and s.word == first.word and s.evidence != "none"}
+        return words, second.word if second else "–", tuple(sorted(by, key=lambda pair: (-strength(pair[0]), pair[1])))
 
-    for (unpatched, patched), group in groupby(sides.items(), key=words):
+    for (unpatched, patched, evidence), group in groupby(sides.items(), key=key):
         items = list(group)
         first = [seen.verdict for _, both in items if (seen := both.get("unpatched"))]
         second = [seen.verdict for _, both in items if (seen := both.get("patched"))]
@@ -350,6 +368,8 @@ def ranges(runs: Iterable[Seen]) -> list[Range]:
                 control=_span(v.control_error for v in first),
                 fixed=_span(v.bug_error for v in second),
                 stale=any(seen.stale for _, both in items for seen in both.values() if seen),
+                evidence=evidence,
+                receipts=sum(len(seen) for version, _ in items for seen in by_release[version].values()),
             )
         )
     return found

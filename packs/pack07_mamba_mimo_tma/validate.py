@@ -1,0 +1,117 @@
+"""The deep check of a fix of pack07: output and 14 gradients are the release's, bit for bit; on a GPU also with TMA on.
+
+Dense sequences; one group for all heads, and one for each. The kernels of varlen are others, which the fix does not touch.
+"""
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+import torch
+from repro import FACTS, check, finish, release
+
+on_cpu = os.environ.get("TRITON_INTERPRET") == "1"  # lane tilelang-cpu: kernels run on the CPU, in fp32
+device, dtype = ("cpu", torch.float32) if on_cpu else ("cuda", torch.bfloat16)
+#: No two sizes of a tile are the same: a transposed one would not fit, or give other numbers.
+B, S, H, R, N, P, CHUNK = (2, 40, 5, 3, 32, 16, 8) if on_cpu else (2, 240, 6, 4, 64, 32, 16)
+MAMBA3 = "mamba_ssm.ops.tilelang.mamba3"
+NAMES = [
+    "dQ",
+    "dK",
+    "dV",
+    "dADT",
+    "dDT",
+    "dTrap",
+    "dQ_bias",
+    "dK_bias",
+    "dMIMO_V",
+    "dMIMO_Z",
+    "dMIMO_Out",
+    "dAngles",
+    "dD",
+    "dZ",
+]
+
+
+def modules(tma=False):
+    """The function that calls the kernels, and the module of those of its backward, imported anew; with ``tma``, built with TMA on."""
+    import tilelang
+    import triton
+
+    for name in [name for name in sys.modules if name.split(".")[0] == "mamba_ssm"]:
+        del sys.modules[name]
+    jit, keys = tilelang.jit, tilelang.PassConfigKey
+    passes = {keys.TL_DISABLE_TMA_LOWER: False, keys.TL_DISABLE_WARP_SPECIALIZED: False, keys.TL_ENABLE_FAST_MATH: True}
+    release()
+    del sys.modules[f"{MAMBA3}.mamba3_mimo_bwd"]
+    tilelang.jit = (lambda **given: jit(**{**given, "pass_configs": passes})) if tma else jit
+    backward = importlib.import_module(f"{MAMBA3}.mamba3_mimo_bwd")
+    tilelang.jit = jit
+    forward = importlib.import_module(f"{MAMBA3}.mamba3_mimo")
+    assert forward.mamba_mimo_bwd_combined is backward.mamba_mimo_bwd_combined
+    for module in [module for name, module in sys.modules.items() if name.startswith("mamba_ssm.ops.triton")]:
+        for kernel in vars(module).values():  # autotuning of the small kernels beside these takes minutes
+            if isinstance(kernel, triton.runtime.Autotuner):
+                kernel.configs = kernel.configs[:1]
+    return forward, backward
+
+
+def as_released():
+    """The release's own modules: the folder that hides them on sys.path is left out for once."""
+    file = FACTS["file"]
+    overlay = str(Path(file).parents[4])
+    sys.path.remove(overlay)
+    importlib.invalidate_caches()
+    found = modules()
+    sys.path.insert(0, overlay)
+    assert FACTS["file"] != file, "the fixed file is the release's"
+    FACTS["file"] = file
+    return found
+
+
+def inputs(G):
+    """The function's arguments in its order, and the gradient of its output [B, S, H, P]: Q, K [B, S, R, G, N]; V, Z [B, S, H, P]."""
+    torch.manual_seed(0)
+    shapes = (B, S, R, G, N), (B, S, R, G, N), (B, S, H, P), (B, H, S), (B, S, H, P), (B, S, H, P)
+    q, k, v, trap, z, grad = (torch.randn(shape, device=device).to(dtype) for shape in shapes)
+    DT = 0.05 + 0.2 * torch.rand(B, H, S, device=device)
+    ADT = -2 * torch.rand(B, H, S, device=device) * DT
+    biases = [torch.randn(H, R, N, device=device) for _ in range(2)]
+    weights = [1 + 0.1 * torch.randn(H, R, P, device=device) for _ in range(3)]
+    angles = 3 * torch.rand(B, S, H, N // 4, device=device)
+    return [q, k, v, ADT, DT, trap, *biases, *weights, angles, torch.randn(H, device=device), z], grad
+
+
+def run(mamba3_mimo, tensors, grad):
+    """The output and the gradients of all tensors."""
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    out = mamba3_mimo.mamba3_mimo(*leaves, chunk_size=CHUNK, rotary_dim_divisor=4, dtype=dtype)
+    out.backward(grad)
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def main():
+    if not on_cpu and not torch.cuda.is_available():
+        print("The kernels run on an NVIDIA GPU, and torch sees none; nox -s pack07 runs them through TileLang's C backend.")
+        finish("UNTESTABLE", "no-device")
+    release()
+    sides = {"TMA off": modules()} | ({} if on_cpu else {"TMA on": modules(tma=True)})
+    released = as_released()
+    FACTS["evidence"] = "interpreter" if on_cpu else "device:sm_{}{}".format(*torch.cuda.get_device_capability())
+    for G in (1, H):
+        tensors, grad = inputs(G)
+        before = run(released[0], tensors, grad)
+        sound = [bool(t.isfinite().all()) and bool(t.any()) for t in before]
+        check("control", f"G={G} of H={H}: what the release computes is finite and not zero", all(sound))
+        for name, (mamba3_mimo, _) in sides.items():
+            found = run(mamba3_mimo, tensors, grad)
+            other = [what for what, a, b in zip(("output", *NAMES), found, before, strict=True) if not torch.equal(a, b)]
+            words = ", ".join(other) or "output and 14 gradients are the release's"
+            check("trigger", f"G={G} of H={H}, {name}: bit for bit, {words}", not other)
+    FACTS["claims"] = {"BITWISE_IDENTICAL": "bit for bit"}
+    finish()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["apache-tvm-ffi==0.1.12", "cloudpickle", "einops", "mamba-ssm==2.3.2.post1", "ml-dtypes", "numpy>=1.26,<3", "packaging", "psutil", "setuptools", "tilelang==0.1.15", "torch==2.13.0", "tqdm", "triton==3.7.1", "z3-solver==4.15.4.0"]
+# tool.uv.override-dependencies = ["tilelang==0.1.15", "apache-tvm-ffi==0.1.12"]
+# tool.uv.extra-build-dependencies.mamba-ssm = ["ninja", "packaging", "setuptools", "torch==2.13.0", "wheel"]
+# tool.uv.extra-build-variables.mamba-ssm = { MAMBA_SKIP_CUDA_BUILD = "TRUE", MAMBA_FORCE_BUILD = "TRUE" }
+# ///
+"""tilelang: releases that cannot compile the kernels of Mamba-3 MIMO, as mamba-ssm 2.3.2.post1 ships them.
+
+mamba_mimo_fwd, mamba_mimo_bwd_fwd and mamba_mimo_bwd_bwd are lowered for sm_90a as the package calls them; nothing is run, and no
+GPU is needed. Seconds and peak memory of each are kept. https://github.com/state-spaces/mamba/issues/986, tile-ai/tilelang#2367
+Exits with 10 (BUG_REPRODUCED), 0 (BUG_ABSENT) or 125 (neither).
+"""
+
+import argparse
+import importlib
+import importlib.util
+import inspect
+import re
+import resource
+import subprocess
+import time
+from importlib.metadata import version
+
+N, P, R, CHUNK = 64, 64, 4, 16  # d_state, headdim, mimo_rank, chunk_size
+#: Module and threads; the other arguments are the same for all: with Z and D, and the output summed over ranks.
+KERNELS = {"mamba_mimo_fwd": ("mamba3_mimo_fwd", 128)}
+KERNELS |= {"mamba_mimo_bwd_fwd": ("mamba3_mimo_bwd", 128), "mamba_mimo_bwd_bwd": ("mamba3_mimo_bwd", 256)}
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--lower", metavar="KERNEL", help=argparse.SUPPRESS)
+
+
+def release():
+    try:
+        import tilelang
+    except Exception as error:  # some releases stop at a library that is not there, with errors of many kinds
+        print(f"{type(error).__name__}: {error}")
+        finish("UNTESTABLE", "import")
+    FACTS.update(file=tilelang.__file__, version=version("tilelang"), evidence="codegen")
+    FACTS["metrics"]["pins"] = {name: version(name) for name in ("mamba-ssm", "apache-tvm-ffi", "triton", "torch")}
+    return tilelang
+
+
+def product(T):
+    """A plain GEMM, which every release compiles."""
+
+    @T.prim_func
+    def main(A: T.Tensor((64, 64), "bfloat16"), B: T.Tensor((64, 64), "bfloat16"), C: T.Tensor((64, 64), "float32")):
+        with T.Kernel(1, threads=128) as _:
+            a = T.alloc_shared((64, 64), "bfloat16")
+            b = T.alloc_shared((64, 64), "bfloat16")
+            c = T.alloc_fragment((64, 64), "float32")
+            T.copy(A, a)
+            T.copy(B, b)
+            T.clear(c)
+            T.gemm(a, b, c)
+            T.copy(c, C)
+
+    return main, {}
+
+
+def shipped(T, kernel):
+    """A kernel of mamba-ssm, and the passes that it asks for. mamba_ssm/__init__.py loads CUDA extensions: it is not executed."""
+    sys.modules["mamba_ssm"] = importlib.util.module_from_spec(importlib.util.find_spec("mamba_ssm"))
+    module, threads = KERNELS[kernel]
+    built = getattr(importlib.import_module(f"mamba_ssm.ops.tilelang.mamba3.{module}"), kernel)
+    given = {"threads": threads, "chunk_size": CHUNK, "rotary_dim_divisor": 4, "dtype": "bfloat16", "num_stages": 0}
+    function = built.get_tir(*(T.dynamic(letter) for letter in "BSHG"), N, P, R, True, True, True, **given)
+    return function, {getattr(key, "value", key): value for key, value in built.pass_configs.items()}
+
+
+def lower(kernel):
+    tilelang = release()
+    function, passes = product(tilelang.language) if kernel == "product" else shipped(tilelang.language, kernel)
+    tvm, start = tilelang.tvm, time.perf_counter()
+    given = {"enable_host_codegen": False, "enable_device_compile": False}
+    given = {key: value for key, value in given.items() if key in inspect.signature(tilelang.lower).parameters}
+    with tvm.transform.PassContext(opt_level=3, config=passes), tvm.target.Target({"kind": "cuda", "arch": "sm_90a"}) as target:
+        text = tilelang.lower(function, target=target, **given).kernel_source
+    assert "__global__" in text, "no kernel came out"
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024  # Linux counts KiB
+    print(json.dumps({"seconds": round(time.perf_counter() - start, 1), "peak_mib": peak}))
+
+
+def outcome(kernel):
+    """Seconds and peak MiB of lowering a kernel in a process of its own, or {"error": what it said}."""
+    done = subprocess.run([sys.executable, __file__, "--lower", kernel], capture_output=True, text=True)
+    if done.returncode == 0:
+        return json.loads(done.stdout.splitlines()[-1])
+    said = re.findall(".*(?:Error|Check failed).*", done.stderr)
+    return {"error": (said or [f"exit {done.returncode}"])[-1][:300]}
+
+
+def main():
+    release()
+    for kernel in ("product", *KERNELS):
+        found = FACTS["metrics"][kernel] = outcome(kernel)
+        what = found.get("error") or "compiles, {seconds} s, {peak_mib} MiB".format(**found)
+        check("control" if kernel == "product" else "trigger", f"{kernel}: {what}", "error" not in found)
+    finish()
+
+
+# --- report/1: the same in every script, kept so by `python -m common tables`; docs/scripts.md says what the words mean ---
+import json
+import math
+import os
+import sys
+import traceback
+
+CHECKS, FACTS = [], {"report": 1, "evidence": "none", "metrics": {}}
+
+
+def check(role, name, ok=None, *, error=None, limit=None):
+    """Record whether the release behaves as a correct one: ``ok``, or ``error <= limit``. What is no finite number has failed."""
+    row = {"role": role, "name": name}
+    if limit is not None:
+        error = float(error) if error is not None and math.isfinite(error) else None
+        row |= {"error": error, "limit": limit}
+        ok = error is not None and error <= limit
+    CHECKS.append({**row, "ok": bool(ok)})
+    shown = "" if limit is None else "  not finite" if error is None else f"  {error:.2e} (limit {limit:.0e})"
+    words = ("seen", "not seen") if role == "signature" else ("ok", "FAIL")
+    print(f"{role:<9} {words[not ok]:<8} {name}{shown}", flush=True)
+
+
+def finish(verdict=None, reason=""):
+    """Print the verdict that the checks give, or CHANGED, UNTESTABLE or MEASURED; exit with 10, 0 or 125."""
+    failed = {
+        role: [c["name"] for c in CHECKS if c["role"] == role and not c["ok"]] for role in ("control", "trigger", "signature")
+    }
+    if verdict is None:
+        if not {"control", "trigger"} <= {c["role"] for c in CHECKS}:
+            verdict, reason = "CHANGED", "nothing was checked"
+        elif bad := failed["control"] or (failed["trigger"] and failed["signature"]):
+            verdict, reason = "CHANGED", bad[0]
+        else:
+            verdict = "REPRODUCED" if failed["trigger"] else "ABSENT"
+    absent = "FIX_VALIDATED" if os.environ.get("REPRODUCER_SIDE") == "patched" else "BUG_ABSENT"
+    word = {"REPRODUCED": "BUG_REPRODUCED", "ABSENT": absent}.get(verdict, verdict)
+    facts = json.dumps({**FACTS, "checks": CHECKS, "verdict": verdict})
+    print(json.dumps(json.loads(facts, parse_constant=lambda _: None)))  # NaN is no JSON.
+    print(f"{word}: {reason}" if reason else word)
+    sys.exit({"REPRODUCED": 10, "ABSENT": 0, "MEASURED": 0}.get(verdict, 125))
+
+
+def unexpected(kind, error, trace):
+    traceback.print_exception(kind, error, trace)
+    if issubclass(kind, ImportError):
+        finish("UNTESTABLE", "import")
+    if kind.__name__ in ("MemoryError", "OutOfMemoryError"):
+        finish("UNTESTABLE", "oom")
+    if issubclass(kind, Exception):
+        finish("CHANGED", kind.__name__)
+
+
+sys.excepthook = unexpected
+# --- end of report/1 ---
+
+if __name__ == "__main__":
+    options = parser.parse_args()
+    lower(options.lower) if options.lower else main()
