@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from packaging.requirements import Requirement
 
-from common.packs.pack import find
+from common.files import RESULTS
+from common.packs.pack import all_packs, find
 from common.publish import pins, timeline
 from common.store import history
 from common.store.cell import Cell
@@ -103,9 +104,7 @@ def test_the_advice_is_never_a_wrong_release(letters):
     advice = pins.advise(PACK.package, [PACK], of(letters))
     right = [i for i, letter in enumerate(letters) if letter == "A"]
     assert advice.pin == (f"0.{right[-1]}" if right else None)
-    excluded = [Requirement(line.partition("#")[0]) for line, _ in advice.constraints()]
-    for i, letter in enumerate(letters):
-        assert all(r.specifier.contains(f"0.{i}") for r in excluded) == (letter != "R")
+    assert [line for line, _ in advice.constraints()] == ([f"{PACK.package}=={advice.pin}"] if right else [])
     for line in pins.constraints([advice]).splitlines():
         if not line.startswith("#"):
             Requirement(line.partition("  #")[0])
@@ -116,6 +115,47 @@ def test_a_yanked_or_deleted_release_is_not_advised():
     advice = pins.advise(PACK.package, [PACK], of("AAA"), offered={"0.0": False, "0.1": True})
     assert advice.pin == "0.0"
     assert [pins.state(r) for r in advice.releases] == ["no longer on the index", "yanked by its publisher", "right"]
+
+
+def test_what_is_not_known_is_not_advised_and_what_has_no_such_api_is():
+    other = replace(PACK, folder=PACK.folder.with_name("pack77_other"))
+
+    def advised(outcome, **given):
+        runs = (
+            [seen("1.0"), seen("1.0", **given)] if outcome is None else [seen("1.0", "ABSENT"), replace_pack(outcome, **given)]
+        )
+        return pins.advise(PACK.package, [PACK, other], History(runs=runs)).pin
+
+    def replace_pack(outcome, reason=""):
+        one = seen("1.0", outcome)
+        return replace(one, cell=replace(one.cell, pack="pack77"), verdict=replace(one.verdict, reason=reason))
+
+    assert advised("UNTESTABLE", reason="no-api") == "1.0"
+    assert advised("UNTESTABLE", reason="import") is None
+    assert advised("UNTESTABLE", reason="no-device") is None
+    assert advised("CHANGED") is None
+    assert advised("ABSENT") == "1.0"
+    assert pins.advise(PACK.package, [PACK, other], History(runs=[seen("1.0", "ABSENT")])).pin is None, "pack77 never ran on it"
+    only = pins.advise(PACK.package, [PACK, other], History(runs=[seen("1.0", "ABSENT")]), only={PACK.name})
+    assert (only.pin, len(only.reasons)) == ("1.0", 1)
+    stale = pins.advise(PACK.package, [PACK], History(runs=[replace(seen("1.0", "ABSENT"), stale=True)]))
+    assert stale.pin is None
+
+
+def test_the_committed_records_advise_one_exact_version_or_say_why_not():
+    packs = [pack for pack in all_packs() if pack.kind != "selftest"]
+    stored = history.load(RESULTS, packs)
+    for package in {pack.package for pack in packs}:
+        advice = pins.advise(package, packs, stored)
+        assert (advice.pin is None) == bool(advice.to_dict()["refused"])
+        for pack in packs if advice.pin else ():
+            if pack.package == package and pack.kind != "refactor":
+                found = history.best(
+                    s for s in stored.of(pack.name, package) if s.version == advice.pin and s.side == "unpatched"
+                )
+                assert str(found.verdict) in ("ABSENT", "UNTESTABLE: no-api")
+    tilelang = pins.advise("tilelang", packs, stored, only={"pack21"})
+    assert (tilelang.pin, tilelang.goes_with) == ("0.1.12", ["apache-tvm-ffi==0.1.11"])
 
 
 def test_a_pre_release_is_advised_only_where_there_is_no_other():
@@ -204,7 +244,8 @@ def test_the_feed_has_an_entry_for_each_change_with_an_id_that_stays():
 @pytest.mark.parametrize("side", ["unpatched", "patched"])
 def test_every_pair_of_outcomes_has_its_word(side):
     told = {(b, a): history.change(side, b, a) for b in OUTCOMES.values() for a in OUTCOMES.values()}
-    assert told["ABSENT", "REPRODUCED"] == told["UNTESTABLE", "REPRODUCED"] == "regressed"
+    assert told["ABSENT", "REPRODUCED"] == told["CHANGED", "REPRODUCED"] == "regressed"
+    assert told["UNTESTABLE", "REPRODUCED"] is None, "that it could not be told before is no regression"
     assert told["REPRODUCED", "ABSENT"] == "fixed"
     assert told["ABSENT", "UNTESTABLE"] == told["REPRODUCED", "CHANGED"] == "broken"
     assert told["UNTESTABLE", "ABSENT"] is None
@@ -223,10 +264,13 @@ def test_pins_command(cli, tmp_path, store):
     assert "liger-kernel: pin liger-kernel==0.8.2" in done.stdout
     assert "0.7.0: wrong (pack09)" in done.stdout
     assert "is not known as such" in done.stdout
-    assert "liger-kernel!=0.7.0  # pack09: FLCE" in (tmp_path / "constraints.txt").read_text()
+    assert "liger-kernel==0.8.2  # pack09: absent (interpreter, " in (tmp_path / "constraints.txt").read_text()
     found = json.loads(cli("pins", "--json", *where, env=env).stdout)
     liger = next(advice for advice in found if advice["package"] == "liger-kernel")
-    assert (liger["pin"], liger["constraint"]) == ("0.8.2", "liger-kernel!=0.7.0")
+    assert (liger["pin"], liger["refused"]) == ("0.8.2", None)
+    done = cli("pins", "torchao", *where, env=env)
+    assert done.returncode == 1
+    assert "torchao: none can be advised: no release has been run" in done.stdout
     done = cli("pins", "numpy", *where)
     assert done.returncode == 2
     assert "No pack is about 'numpy'" in done.stderr

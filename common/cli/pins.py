@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 from common.cli import common, report
 from common.errors import UserError
 from common.files import CACHE, write_atomically
 from common.install.releases import releases
+from common.packs.pack import find
 from common.publish import pins
 
 HELP = "say which release to pin and what is wrong with the others, and write constraints.txt"
-DESCRIPTION = """Say which release of each upstream to pin and what is wrong with the others, from the stored receipts, and write constraints
-for pip and uv."""
+DESCRIPTION = """Say which release of each upstream to pin, on what evidence, and what is wrong with the others, from the stored receipts; and
+write it as constraints for pip and uv. A release is advised if every pack about it found it right, or without the API that the bug is in.
+Exits with 1 if one that was asked for cannot be advised."""
 
 
 def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:
     parser.add_argument("upstream", nargs="*", help="e.g. liger-kernel (default: all that there are packs about)")
+    parser.add_argument(
+        "--pack", action="append", metavar="PACK", help="go by this pack's bug alone; may be given again (default: every pack)"
+    )
     parser.add_argument("--json", action="store_true", help="the advice as JSON on standard output")
     parser.add_argument(
         "--output",
@@ -36,9 +42,11 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     known = sorted({pack.package for pack in packs})
     if unknown := [name for name in options.upstream if name not in known]:
         raise UserError(f"No pack is about {unknown[0]!r}; there are packs about {', '.join(known)}.")
+    only = {find(name).name for name in options.pack} if options.pack else None
+    asked = options.upstream or sorted({pack.package for pack in packs if only is None or pack.name in only})
     stored = common.stored(options, packs, out)
     advices = []
-    for package in options.upstream or known:
+    for package in asked:
         offered = None
         try:
             found, warning = releases(package, CACHE)
@@ -47,12 +55,15 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
             warning = f"{error} So a release that was yanked or deleted is not known as such."
         if warning:
             common.warn(warning, out)
-        advices.append(pins.advise(package, packs, stored, offered=offered))
+        advices.append(pins.advise(package, packs, stored, offered=offered, only=only))
     if options.json:
         print(json.dumps([advice.to_dict() for advice in advices], indent=1, ensure_ascii=False))
     else:
         for line in (line for advice in advices for line in pins.text(advice)):
             out.print(line, markup=False, soft_wrap=True)
-    write_atomically(options.output, pins.constraints(advices))
-    out.print(f"written: {report.where(options.output)}", markup=False)
-    return common.OK
+    # Under nox this is not the folder that the person stands in.
+    target = Path(os.environ.get("REPRODUCER_CWD") or Path.cwd()) / options.output
+    write_atomically(target, pins.constraints(advices))
+    out.print(f"written: {report.where(target)}", markup=False)
+    refused = bool(options.upstream or only) and any(advice.pin is None for advice in advices)
+    return common.SURPRISE if refused else common.OK

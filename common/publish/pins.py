@@ -27,18 +27,26 @@ class Verdicts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
-    """``pin`` is the newest release that no pack has found wrong, None where there is none. ``releases``: newest first."""
+    """``pin`` is the newest release that every pack found right, or without the API that its bug is in; None where there is none.
+
+    ``reasons`` says of each pack what was seen of the pin, at which level and when; ``goes_with`` are requirements that the pin
+    was run with and does not import without. ``releases``: newest first.
+    """
 
     package: str
     pin: str | None
     titles: Mapping[str, str]
     releases: Sequence[Verdicts]
+    reasons: Sequence[str] = ()
+    goes_with: Sequence[str] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "package": self.package,
             "pin": self.pin,
-            "constraint": self._excluded([r.version for r in reversed(self.releases) if r.wrong]),
+            "reasons": list(self.reasons),
+            "goes_with": list(self.goes_with),
+            "refused": None if self.pin else self.refusal(),
             "packs": dict(self.titles),
             "releases": [
                 {
@@ -53,47 +61,92 @@ class Advice:
         }
 
     def constraints(self) -> Iterator[tuple[str, str]]:
-        """Lines for pip's or uv's ``-c``, each with its reason: the releases that a pack has found wrong."""
-        for pack, title in self.titles.items():
-            versions = [r.version for r in reversed(self.releases) if pack in r.wrong]
-            if versions:
-                yield self._excluded(versions), f"{pack}: {title}"
+        """Lines for pip's or uv's ``-c``, each with its reason: the one release that is advised, and what goes with it."""
+        if self.pin is not None:
+            yield f"{self.package}=={self.pin}", "; ".join(self.reasons)
+            for requirement in self.goes_with:
+                yield requirement, f"what {self.package} {self.pin} was run with"
 
-    def _excluded(self, versions: Iterable[str]) -> str:
-        return f"{self.package}{','.join(f'!={version}' for version in versions)}"
+    def refusal(self) -> str:
+        """Why no release is advised, in one sentence."""
+        if not self.titles:
+            return "no pack looks for a fault in it; those about it are about how it is written"
+        if not self.releases:
+            return "no release has been run"
+        near = min(
+            (r for r in self.releases if r.right and not r.barred), key=lambda r: len(r.wrong) + len(_unknown(r)), default=None
+        )
+        if near is None:
+            return "no release that was run is known to be free of a bug that a pack looks for"
+        return f"no release is known to be free of all bugs that the packs look for; nearest is {near.version}: {state(near)}"
 
 
-def advise(package: str, packs: Iterable[Pack], stored: History, *, offered: Mapping[str, bool] | None = None) -> Advice:
+def advise(
+    package: str,
+    packs: Iterable[Pack],
+    stored: History,
+    *,
+    offered: Mapping[str, bool] | None = None,
+    only: Iterable[str] | None = None,
+) -> Advice:
     """What the stored runs say of each release of ``package``.
 
     ``packs`` are those about it; the same ones are about its nightlies. One of kind ``refactor`` is about how the code is
-    written: a release that shows it is not wrong.
+    written: a release that shows it is not wrong. ``only`` names the packs whose bugs matter.
     ``offered`` maps each release on the index to whether it was yanked; without it the index is not gone by.
     """
     about = [pack for pack in packs if package in (pack.package, pack.nightly) and pack.kind != "refactor"]
+    about = [pack for pack in about if only is None or pack.name in only]
     verdicts: dict[str, dict[str, history.Seen]] = {}
     for pack in about:
         for version, sides in history.releases(stored.of(pack.name, package)).items():
             if seen := best(sides.get("unpatched", ())):
                 verdicts.setdefault(version, {})[pack.name] = seen
     releases = [
-        Verdicts(
-            version=version,
-            wrong=[name for name, seen in found.items() if seen.outcome == "REPRODUCED"],
-            right=[name for name, seen in found.items() if seen.outcome == "ABSENT" and not seen.flaky],
-            untold={
-                name: seen.word if seen.flaky else str(seen.verdict)
-                for name, seen in found.items()
-                if seen.outcome not in ("REPRODUCED", "ABSENT") or (seen.flaky and seen.outcome == "ABSENT")
-            },
-            barred=_barred(version, offered),
-        )
+        _verdicts(version, found, about, offered)
         for version, found in sorted(verdicts.items(), key=lambda item: order(item[0]), reverse=True)
     ]
-    good = [r for r in releases if r.right and not r.wrong and not r.barred]
+    good = [r for r in releases if r.right and not r.wrong and not r.barred and not _unknown(r)]
     # A pre-release is nobody's answer to "which one should I pin" where there is another.
     pin = next((r.version for r in good if not order(r.version).is_prerelease), good[0].version if good else None)
-    return Advice(package=package, pin=pin, titles={pack.name: pack.title for pack in about}, releases=releases)
+    reasons = [
+        f"{name}: absent ({seen.evidence}, {seen.started[:10]})"
+        if seen.outcome == "ABSENT"
+        else f"{name}: the API of its bug is not in it"
+        for name, seen in verdicts.get(pin or "", {}).items()
+    ]
+    with_it = [pin_ for pack in about for pin_ in pack.at(pin).requires if pin_ not in pack.requires] if pin else []
+    return Advice(
+        package=package,
+        pin=pin,
+        titles={pack.name: pack.title for pack in about},
+        releases=releases,
+        reasons=reasons,
+        goes_with=[each for each in dict.fromkeys(with_it) if "==" in each],
+    )
+
+
+def _verdicts(
+    version: str, found: Mapping[str, history.Seen], about: Sequence[Pack], offered: Mapping[str, bool] | None
+) -> Verdicts:
+    untold = {pack.name: "not run" for pack in about if pack.name not in found}
+    for name, seen in found.items():
+        if seen.outcome == "ABSENT" and (seen.flaky or seen.stale):
+            untold[name] = seen.word if seen.flaky else "seen with an earlier script"
+        elif seen.outcome not in ("REPRODUCED", "ABSENT"):
+            untold[name] = str(seen.verdict)
+    return Verdicts(
+        version=version,
+        wrong=[name for name, seen in found.items() if seen.outcome == "REPRODUCED"],
+        right=[name for name, seen in found.items() if seen.outcome == "ABSENT" and name not in untold],
+        untold=untold,
+        barred=_barred(version, offered),
+    )
+
+
+def _unknown(release: Verdicts) -> list[str]:
+    """The packs that leave it open whether a release has their bug. Where the API is not there the bug cannot be."""
+    return [name for name, why in release.untold.items() if why != "UNTESTABLE: no-api"]
 
 
 def _barred(version: str, offered: Mapping[str, bool] | None) -> str:
@@ -104,16 +157,12 @@ def _barred(version: str, offered: Mapping[str, bool] | None) -> str:
 
 def text(advice: Advice) -> Iterator[str]:
     """The advice in plain lines."""
-    if not advice.titles:
-        yield f"{advice.package}: no pack looks for a fault in it; those about it are about how it is written."
-        return
-    if not advice.releases:
-        yield f"{advice.package}: no release has been run."
-        return
     if advice.pin is None:
-        yield f"{advice.package}: no release that was run is free of the bugs that the packs look for."
+        hint = " Name the bugs that matter to you with --pack." if len(advice.titles) > 1 else ""
+        yield f"{advice.package}: none can be advised: {advice.refusal()}.{hint}"
     else:
-        yield f"{advice.package}: pin {advice.package}=={advice.pin}, the newest release without a bug that the packs look for."
+        beside = f" with {', '.join(advice.goes_with)}" if advice.goes_with else ""
+        yield f"{advice.package}: pin {advice.package}=={advice.pin}{beside}. {'; '.join(advice.reasons)}."
     for name, title in advice.titles.items():
         yield f"  {name}  {title}"
     for names, versions in _alike(advice):
@@ -142,20 +191,26 @@ def state(release: Verdicts) -> str:
 
 def constraints(advices: Iterable[Advice]) -> str:
     """A constraints file; each line is within what ``pip install -c`` reads, the reason in a comment."""
-    lines = ["# Releases that a reproducer pack has found wrong. Use: pip install -c constraints.txt PACKAGE"]
+    lines = [
+        "# The newest releases without a bug that a reproducer pack looks for. Use: pip install -c constraints.txt PACKAGE"
+    ]
     for advice in advices:
-        if advice.pin:
-            lines.append(f"# {advice.package}: the newest right release is {advice.pin}")
         lines += [f"{constraint}  # {reason}" for constraint, reason in advice.constraints()]
+        if advice.pin is None:
+            lines.append(f"# {advice.package}: none can be advised: {advice.refusal()}")
     return "\n".join(lines) + "\n"
 
 
 def badge(advice: Advice) -> str:
-    """An SVG badge: the release to pin, green where it is the newest one that was run."""
-    label = advice.package
-    runs = [r.version for r in advice.releases]
-    value = f"pin {advice.pin}" if advice.pin else "no right release"
-    colour = "#a40e26" if advice.pin is None else "#176f2c" if advice.pin == runs[0] else "#7d4e00"
+    """An SVG badge: the release to pin, green where it is the newest one that was run; else the newest one's known bugs."""
+    label, newest = advice.package, advice.releases[0]
+    if advice.pin is not None:
+        value, colour = f"pin {advice.pin}", "#176f2c" if advice.pin == newest.version else "#7d4e00"
+    elif newest.wrong:
+        count = len(newest.wrong)
+        value, colour = f"{newest.version}: {count} known bug{'s' if count > 1 else ''}", "#a40e26"
+    else:
+        value, colour = f"{newest.version}: not known", "#57606a"
     # No font is wider than 7 px a character at this size on the average; the text is centred in what there is.
     left, right = (round(7 * len(word)) + 10 for word in (label, value))
     width = left + right

@@ -55,13 +55,20 @@ def update(*, check: bool = False, root: Path = ROOT, packs: Path = PACKS) -> li
 
 
 def pack_table(packs: list[Pack], stored: History) -> str:
-    """Packs, what they are about and what the stored receipts say of the newest release."""
-    lines = ["| pack | upstream | what breaks | wrong in | newest release seen | evidence |", "|---|---|---|---|---|---|"]
+    """Packs, what they are about, what the stored receipts say of the newest release, and how the wrong ones were seen."""
+    lines = [
+        "| pack | upstream | what breaks | wrong in | newest release seen | how the wrong ones were seen |",
+        "|---|---|---|---|---|---|",
+    ]
     for pack in packs:
         commits = [name for name, variant in pack.variants.items() if variant.source and variant.verdict == "REPRODUCED"]
         wrong = ", ".join([*(f"`{found}`" for found in wrong_ranges(pack)), *(f"commit {name}" for name in commits)])
         link = f"[{pack.name}](packs/{pack.folder.name}/README.md)"
-        lines.append(f"| {link} | {pack.package} | {pack.title} | {wrong or '–'} | {' | '.join(_newest(pack, stored))} |")
+        at_commits = [s for s in stored.of_commits(pack) if s.side == "unpatched" and s.outcome == "REPRODUCED"]
+        seen = [timeline.evidence_of(stored.of(pack.name, pack.package))]
+        seen += [f"commits {strongest(at_commits)}"] if at_commits else []
+        cells = (link, pack.package, pack.title, wrong or "–", _newest(pack, stored), ", ".join(filter(None, seen)) or "–")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -80,11 +87,11 @@ def wrong_ranges(pack: Pack) -> list[str]:
     return ranges
 
 
-def _newest(pack: Pack, stored: History) -> tuple[str, str]:
+def _newest(pack: Pack, stored: History) -> str:
     runs = stored.of(pack.name, pack.package)
     fresh = [seen for seen in runs if seen.side == "unpatched" and not seen.stale]
     if not fresh:
-        return "no fresh receipt" if pack.kind != "selftest" else "–", "–"
+        return "no fresh receipt" if pack.kind != "selftest" else "–"
     newest = max(order(seen.version) for seen in fresh)
     seen = max((s for s in fresh if order(s.version) == newest), key=lambda s: strength(s.evidence))
-    return f"{seen.version}: {seen.outcome}", strongest([seen])
+    return f"{seen.version}: {seen.outcome}"

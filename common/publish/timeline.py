@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, cast
 
@@ -58,12 +59,27 @@ def summary(pack: Pack, runs: Sequence[Seen]) -> str:
     told = "; ".join(_stretch(stretch) for stretch in wrong)
     first, last, good = wrong[0].first, wrong[-1].last, wrong[-1].fixed
     text = f"First bad {first}, last bad {last}, {f'first good {good}' if good else 'none good after it'}."
-    if len(wrong) > 1:
-        text += f" It came {_times(len(wrong))}: {told}."
+    times = 1 + sum(stretch.left for stretch in wrong[:-1])
+    if times > 1:
+        text += f" It came {_times(times)}: {told}."
+    elif len(wrong) > 1:
+        text += f" Releases between could not be told: {told}."
     if commit := pack.fixed.get("commit"):
         where = pack.fixed.get("release")
         text += f" Fix: commit {commit}" + (f", first released in {where}." if where else ", not released yet.")
     return text
+
+
+def evidence_of(runs: Sequence[Seen]) -> str:
+    """How many of the affected releases were seen at each level, by the best run of each: "2 device:sm_90, 21 source"."""
+    sides = history.releases(runs)
+    levels = Counter(
+        seen.evidence
+        for stretch in stretches(runs)
+        for version in stretch.versions
+        if (seen := history.best(sides[version].get("unpatched", ())))
+    )
+    return ", ".join(f"{count} {level}" for level, count in sorted(levels.items(), key=lambda item: -strength(item[0])))
 
 
 def _times(count: int) -> str:
@@ -208,10 +224,12 @@ def osv(pack: Pack, runs: Sequence[Seen]) -> dict[str, Any] | None:
         return None
     times = sorted(seen.started for seen in runs)
     newest = max((order(seen.version) for seen in runs), default=None)
-    ended = [event for s in wrong if s.fixed for event in ({"introduced": s.first}, {"fixed": s.fixed})]
+    # What follows has to be the release without the bug: one that could not be told is in no range.
+    closed = [s for s in wrong if s.fixed and s.fixed == s.next]
+    ended = [event for s in closed for event in ({"introduced": s.first}, {"fixed": s.fixed})]
     pieces = [ended] if ended else []
     for s in wrong:
-        if not s.fixed:
+        if s not in closed:
             is_open = order(s.last) == newest
             pieces.append([{"introduced": s.first}, *([] if is_open else [{"last_affected": s.last}])])
     dist = runs[0].cell.dist
@@ -221,7 +239,7 @@ def osv(pack: Pack, runs: Sequence[Seen]) -> dict[str, Any] | None:
         "published": times[0],
         "modified": times[-1],
         "summary": pack.title,
-        "details": f"{summary(pack, runs)} Seen by running each release; the strongest evidence is {strongest(runs)}.",
+        "details": f"{summary(pack, runs)} Evidence of the affected releases: {evidence_of(runs)}.",
         "affected": [
             {
                 "package": {"ecosystem": "PyPI", "name": dist, "purl": f"pkg:pypi/{dist}"},

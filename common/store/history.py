@@ -245,13 +245,13 @@ class Change:
 def change(side: str, before: str, after: str) -> str | None:
     """The kind of change between two outcomes, None for none worth a word; after https://github.com/rust-lang/crater's report.
 
-    A bug that turns up where nothing could be told before has regressed too: somebody who upgrades meets it.
+    Where nothing could be told before, nothing has regressed: the bug may have been there.
     """
     told = ("REPRODUCED", "ABSENT")
     if before == after or not before or "NOTHING_TO_PATCH" in (before, after):
         return None
     if after == "REPRODUCED":
-        return "regressed"
+        return "regressed" if before in ("ABSENT", "CHANGED") else None
     if after == "ABSENT":
         return "fixed" if before == "REPRODUCED" else None
     return "broken" if before in told else None
@@ -291,6 +291,10 @@ class Stretch:
     last: str
     fixed: str | None
     versions: tuple[str, ...]
+    #: Whether the releases up to the next piece show something else, or only could not be told.
+    left: bool
+    #: The release after the last, whatever it shows; None where it is the newest.
+    next: str | None
 
 
 def stretches(runs: Iterable[Seen]) -> list[Stretch]:
@@ -299,13 +303,23 @@ def stretches(runs: Iterable[Seen]) -> list[Stretch]:
         (version, seen) for version, sides in releases(runs).items() if (seen := best(sides.get("unpatched", ()))) is not None
     ]
     found: list[Stretch] = []
-    for wrong, group in groupby(told, key=lambda item: item[1].outcome == "REPRODUCED"):
+    groups = [(wrong, list(group)) for wrong, group in groupby(told, key=lambda item: item[1].outcome == "REPRODUCED")]
+    for i, (wrong, group) in enumerate(groups):
+        if not wrong:
+            continue
         versions = tuple(version for version, _ in group)
-        if wrong:
-            after = told[told.index(next(item for item in told if item[0] == versions[-1])) + 1 :]
-            ended = next((item for item in after if item[1].outcome in ("REPRODUCED", "ABSENT") and not item[1].flaky), None)
-            fixed = ended[0] if ended and ended[1].outcome == "ABSENT" else None
-            found.append(Stretch(first=versions[0], last=versions[-1], fixed=fixed, versions=versions))
+        after = groups[i + 1][1] if i + 1 < len(groups) else []
+        ended = next((item for item in after if item[1].outcome == "ABSENT" and not item[1].flaky), None)
+        found.append(
+            Stretch(
+                first=versions[0],
+                last=versions[-1],
+                fixed=ended[0] if ended else None,
+                versions=versions,
+                left=any(seen.outcome in ("ABSENT", "CHANGED") for _, seen in after),
+                next=after[0][0] if after else None,
+            )
+        )
     return found
 
 
