@@ -91,7 +91,7 @@ def test_commits_are_said_that_are_in_no_release(tmp_path):
 
 def test_what_is_for_machines(built):
     assert msgspec.json.decode((built / "timeline.json").read_bytes(), type=timeline.Timeline).packs
-    assert json.loads((built / "osv" / "REPRODUCER-PACK09.json").read_text())["affected"]
+    assert json.loads((built / "osv" / "x_REPRODUCER-PACK09.json").read_text())["affected"]
     assert ET.fromstring((built / "feed.xml").read_text()).tag.endswith("feed")
     for path in [*built.glob("plots/*.svg"), *built.glob("badges/*.svg")]:
         assert ET.fromstring(path.read_text()).tag == "{http://www.w3.org/2000/svg}svg"

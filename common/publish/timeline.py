@@ -234,8 +234,8 @@ def osv(pack: Pack, runs: Sequence[Seen]) -> dict[str, Any] | None:
             pieces.append([{"introduced": s.first}, *([] if is_open else [{"last_affected": s.last}])])
     dist = runs[0].cell.dist
     return {
-        "schema_version": "1.6.7",
-        "id": f"REPRODUCER-{pack.name.upper()}" + ("" if dist == pack.package else f"-{dist}"),
+        "schema_version": "1.7.5",
+        "id": f"x_REPRODUCER-{pack.name.upper()}" + ("" if dist == pack.package else f"-{dist}"),
         "published": times[0],
         "modified": times[-1],
         "summary": pack.title,
