@@ -72,7 +72,7 @@ def test_machines_that_disagree_are_told(tmp_path, store):
 
 def test_links_lead_somewhere_or_are_words():
     readme = "# x\n\n[#1]: https://github.com/o/r/issues/1\n[pack08]: ../pack08/README.md\n"
-    text = "See [validate.py](validate.py), [docs](https://o.r/d), [#1], [pack08] and x[0]."
+    text = "See [validate.py](validate.py), [docs](https://o.r/d), [#1], [pack08] and x[0].\n\n[#1]: https://github.com/o/r/issues/1\n"
     assert attach._linked(text, readme) == (
         "See validate.py, [docs](https://o.r/d), [#1](https://github.com/o/r/issues/1), pack08 and x[0]."
     )

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jinja2
 import msgspec
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from common.errors import UserError
 from common.files import CACHE, write_atomically
@@ -176,7 +176,8 @@ def render(
                 fix=_linked(section(readme, "Fix"), readme),
                 diff=diff,
                 inline_diff=diff is not None and diff[1].count("\n") <= INLINE_DIFF,
-                expected=_expected(shown[0][0] if shown else told.seen),
+                pinned={canonicalize_name(Requirement(each).name) for each in pack.at(told.seen.version).requires},
+                stale=told.seen.stale,
                 headings=TEMPLATES[template] if template else (),
             )
         )
@@ -191,16 +192,24 @@ def summary(pack: Pack, found: Sequence[Range], commits: Sequence[Seen] = ()) ->
     """Sentences: where the bug is, where it is not, and whether the fix cures it, each with its evidence."""
     parts = []
     for outcome, verb in (("BUG_REPRODUCED", "Reproduced in"), ("BUG_ABSENT", "Absent in")):
-        names = [f"{_range(r)} ({_by(r)})" for r in found if r.unpatched.partition(";")[0] == outcome]
+        names = [
+            f"{_range(r)} ({_by(r)}{r.unpatched.partition(';')[1]}{r.unpatched.partition(';')[2]})"
+            for r in found
+            if r.unpatched.partition(";")[0] == outcome
+        ]
         word = "REPRODUCED" if outcome == "BUG_REPRODUCED" else "ABSENT"
-        at = [s for s in commits if s.side == "unpatched" and s.outcome == word]
-        names += [f"commit {(pack.variants[s.cell.variant].source or '')[:8]} ({s.evidence})" for s in at]
+        levels: dict[str, list[str]] = {}
+        for commit, s, _ in _rows(pack, commits):
+            levels.setdefault(commit[:8], []).extend([s.evidence] if s.outcome == word else [])
+        names += [f"commit {commit} ({', '.join(dict.fromkeys(seen))})" for commit, seen in levels.items() if seen]
         parts += [f"{verb} {pack.package} {', '.join(names)}."] if names else []
-    wrong = [r for r in found if r.unpatched.startswith("BUG_REPRODUCED")]
-    cured = [r for r in wrong if r.patched == "FIX_VALIDATED"]
+    wrong = {_range(r): r.patched for r in found if r.unpatched.startswith("BUG_REPRODUCED")}
+    for commit, s, fixed in _rows(pack, commits):
+        if s.outcome == "REPRODUCED":
+            wrong[f"commit {commit[:8]}"] = fixed
+    cured = [name for name, word in wrong.items() if word == "FIX_VALIDATED"]
     if cured:
-        where = "there" if len(cured) == len(wrong) else ", ".join(_range(r) for r in cured)
-        parts.append(f"The fix below cures it {'in ' if where != 'there' else ''}{where}.")
+        parts.append("The fix below cures it " + ("there." if len(cured) == len(wrong) else f"in {', '.join(cured)}."))
     return " ".join(parts) or "No release shows the bug or its absence."
 
 
@@ -230,17 +239,6 @@ def _levels(found: Range) -> dict[str, list[str]]:
     return levels
 
 
-def _expected(seen: Seen) -> str:
-    """What a correct release would show: the checks of the bug that failed, which are named as it behaves."""
-    for line in seen.log().splitlines():
-        with suppress(ValueError, AttributeError):
-            report = json.loads(line)
-            failed = [c["name"] for c in report.get("checks", ()) if c["role"] == "trigger" and not c["ok"]]
-            if failed:
-                return "These checks of the script hold:\n\n" + "\n".join(f"- {md(name)}" for name in failed)
-    return "The script ends with `BUG_ABSENT`."
-
-
 def _readable(log: str) -> str:
     """What the script said, without the lines that are for programs."""
     return "\n".join(line for line in log.splitlines() if not line.startswith('{"'))
@@ -249,6 +247,7 @@ def _readable(log: str) -> str:
 def _linked(text: str, readme: str) -> str:
     """Markdown without links that lead nowhere outside the repository: their text stays; and those by reference written out."""
     known = dict(re.findall(r"^\[([^\]]+)\]: (\S+)", readme, re.MULTILINE))
+    text = re.sub(r"^\[[^\]]+\]: \S+\n?", "", text, flags=re.MULTILINE).strip()
 
     def link(words: str, target: str) -> str:
         return f"[{words}]({target})" if re.match(r"https?://", target) else words

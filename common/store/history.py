@@ -339,8 +339,8 @@ class Range:
     stale: bool
     #: Evidence and machine of each run that says so, of every release of the range; the strongest first.
     evidence: tuple[tuple[str, str], ...] = ()
-    #: Receipts behind it, both sides.
-    receipts: int = 0
+    #: How many runs as released show it.
+    runs: int = 0
 
     @property
     def name(self) -> str:
@@ -377,21 +377,24 @@ def ranges(runs: Iterable[Seen]) -> list[Range]:
                 count=len(items),
                 unpatched=unpatched,
                 patched=patched,
-                bug=_span(v.bug_error for v in first),
+                bug=_span((v.bug_error for v in first), any(v.limit and v.bug_error is None for v in first)),
                 limit=_span(v.limit for v in first),
                 control=_span(v.control_error for v in first),
                 fixed=_span(v.bug_error for v in second),
                 stale=any(seen.stale for _, both in items for seen in both.values() if seen),
                 evidence=evidence,
-                receipts=sum(len(seen) for version, _ in items for seen in by_release[version].values()),
+                runs=sum(
+                    seen.word == best_.word
+                    for version, both in items
+                    if (best_ := both.get("unpatched"))
+                    for seen in by_release[version]["unpatched"]
+                ),
             )
         )
     return found
 
 
-def _span(values: Iterable[float | None]) -> str:
+def _span(values: Iterable[float | None], not_finite: bool = False) -> str:
     numbers = sorted(value for value in values if value is not None)
-    if not numbers:
-        return "–"
-    low, high = f"{numbers[0]:.1e}", f"{numbers[-1]:.1e}"
-    return low if low == high else f"{low} … {high}"
+    words = list(dict.fromkeys([f"{numbers[0]:.1e}", f"{numbers[-1]:.1e}"] if numbers else []))
+    return " … ".join([*words, *(["not finite"] if not_finite else [])]) or "–"
