@@ -84,7 +84,7 @@ def test_the_committed_records_make_a_text_of_what_each_release_showed(pack, tmp
     if pack.kind == "selftest":
         return
     runs, commits = attach.load(pack, RESULTS, None)
-    text = attach.render(pack, runs, commits, attach._told_of(pack, [*runs, *commits]), None)
+    text = attach.render(pack, runs, commits)
     assert len(text) <= attach.LIMIT
     assert not re.search(r"\]\((?!https?://)", text), "a link that leads nowhere"
     by_release = history.releases(runs)

@@ -83,7 +83,7 @@ def write(pack: Pack, results: Path, *, machine: str | None = None, template: st
     patch = told.of("patched")
     diff = _diff(pack, patch) if patch is not None and patch.patch else None
     target = results / "attach" / f"{pack.name}.md"
-    write_atomically(target, render(pack, runs, commits, told, diff, template=template))
+    write_atomically(target, render(pack, runs, commits, diff, template=template))
     return [target, *_files(pack, [*runs, *commits], told, diff, results / "attach" / pack.name)]
 
 
@@ -134,13 +134,13 @@ def _told_of(pack: Pack, runs: Sequence[Seen]) -> Told:
 def render(
     pack: Pack,
     runs: Sequence[Seen],
-    commits: Sequence[Seen],
-    told: Told,
-    diff: tuple[str, str] | None,
+    commits: Sequence[Seen] = (),
+    diff: tuple[str, str] | None = None,
     *,
     template: str | None = None,
 ) -> str:
-    """The comment's Markdown, at most `LIMIT` characters: logs are cut first, and say so."""
+    """The comment's Markdown, at most `LIMIT` characters: logs are cut first, and say so. ``diff``: its name and text."""
+    told = _told_of(pack, [*runs, *commits])
     found = ranges(runs)
     script = pack.script.read_text(encoding="utf-8")
     readme = (pack.folder / "README.md").read_text(encoding="utf-8")
