@@ -14,6 +14,7 @@ from common.install import lanes
 from common.packs import scaffold
 from common.packs.pack import all_packs, find, load
 from common.publish import attach
+from common.run.plan import expected, planned
 
 GOOD = """
 title = "t"
@@ -70,6 +71,7 @@ def test_an_upstream_that_asks_for_a_newer_python_is_told_of_it_where_this_one_i
         ('title = "t"', "title = 3", "title: Expected `str`, got `int`"),
         ('kind = "crash"', 'kind = "cosmic"', "kind: Invalid enum value 'cosmic'"),
         ('why = "because" }', 'why = "because", lane = "gpu" }', "gpu is none of the pack's lanes: device"),
+        ('pinned = ["1.0"]', 'pinned = ["1.0"]\nvalidate_lane = "tilelang-cpu"', "`validate` is missing"),
         ('pinned = ["1.0"]', 'pinned = ["one"]', "not a version"),
         ('pinned = ["1.0"]', "pinned = [1.0]", "pinned\\[0\\]: Expected `str`"),
         ('pinned = ["1.0"]', 'pinned = ["1.0"]\ntimeout = 0', "timeout: Expected `float` > 0"),
@@ -111,6 +113,26 @@ def test_no_file_and_no_pack(tmp_path):
     with pytest.raises(UserError, match="There is no pack '77'"):
         find("77")
     assert find("9") == find("pack09") == find("pack09_liger_reduction_none")
+
+
+def test_what_a_lane_alone_can_judge_is_untestable_in_others(tmp_path):
+    text = GOOD.replace('lanes = ["device"]', 'lanes = ["device", "te-cpu"]')
+    pack = load(write(tmp_path, text.replace('why = "because" }', 'why = "because", lane = "device" }', 1)))
+    at = {lane: [expected(planned(pack, "", lane), v, "unpatched")[0] for v in ("1.0", "2.0")] for lane in pack.lanes}
+    assert at == {"device": ["REPRODUCED", "ABSENT"], "te-cpu": ["UNTESTABLE: no-device", "ABSENT"]}
+
+
+def test_validate_in_a_lane_of_its_own_is_hashed_with_that_lane():
+    pack = find("pack07")
+    names = {
+        side: {path.name for path in lanes.files_of(pack, "tilelang-codegen", side, "")} for side in ("unpatched", "patched")
+    }
+    assert "tilelang_cpu.py" in names["patched"]
+    assert "tilelang_cpu.py" not in names["unpatched"]
+    assert lanes.files_of(pack, "device", "patched", "") == [], "a GPU runs both"
+    assert pack.checked_in("device") == "device"
+    assert "tilelang==0.1.15" in pack.varied("", pack.checked_in("tilelang-codegen")).requires
+    assert "tilelang==0.1.8" in pack.varied("", "tilelang-codegen").requires
 
 
 def imported(path):

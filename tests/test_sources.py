@@ -5,6 +5,7 @@ import subprocess
 import tarfile
 import zipfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from msgspec import structs
@@ -91,3 +92,32 @@ def test_an_sdist_that_cannot_be_built_is_installed_as_it_is(tmp_path):
     assert (there.version, (there.site / "toy_pkg/core/data.json").read_text()) == ("1.5", "{}")
     assert not (there.site / "toy_pkg/include").exists()
     assert not (there.site / "setup.py").exists()
+
+
+def test_a_base_that_lost_files_is_made_again(tmp_path, monkeypatch):
+    """It would make a release look as if it could not be imported."""
+    made = []
+
+    def uv(arguments, *_, **__):
+        if arguments[0] == "venv":
+            (environment._site(Path(arguments[-1]))).mkdir(parents=True)
+        else:
+            made.append(arguments)
+            site = environment._site(Path(arguments[3]).parent.parent)
+            (site / "tqdm").mkdir()
+            (site / "tqdm" / "__init__.py").write_text("x = 1\n")
+        return subprocess.CompletedProcess(arguments, 0, "", "")
+
+    monkeypatch.setattr(environment, "_uv", uv)
+    place = environment.base(["tqdm"], tmp_path)
+    environment._COMPARED.clear()
+    assert environment.base(["tqdm"], tmp_path) == place
+    assert len(made) == 1
+    (environment._site(place) / "tqdm" / "__pycache__").mkdir()
+    environment._COMPARED.clear()
+    assert environment.has_base(["tqdm"], tmp_path), "byte code is no part of it"
+    (environment._site(place) / "tqdm" / "__init__.py").unlink()
+    environment._COMPARED.clear()
+    assert not environment.has_base(["tqdm"], tmp_path)
+    environment.base(["tqdm"], tmp_path)
+    assert len(made) == 2
