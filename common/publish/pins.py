@@ -115,7 +115,7 @@ def advise(
         else f"{name}: the API of its bug is not in it"
         for name, seen in verdicts.get(pin or "", {}).items()
     ]
-    with_it = [pin_ for pack in about for pin_ in pack.at(pin).requires if pin_ not in pack.requires] if pin else []
+    with_it = [each for pack in about for each in pack.at(pin).requires if each not in pack.requires] if pin else []
     return Advice(
         package=package,
         pin=pin,
