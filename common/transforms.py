@@ -53,12 +53,12 @@ def replace(name: str, anchor: str, replacement: str | Callable[[re.Match[str]],
     return Transform(name, edit, optional)
 
 
-def insert_after(name: str, anchor: str, code: str) -> Transform:
-    return replace(name, anchor, lambda match: match[0] + code)
+def insert_after(name: str, anchor: str, code: str, *, optional: bool = False) -> Transform:
+    return replace(name, anchor, lambda match: match[0] + code, optional=optional)
 
 
-def insert_before(name: str, anchor: str, code: str) -> Transform:
-    return replace(name, anchor, lambda match: code + match[0])
+def insert_before(name: str, anchor: str, code: str, *, optional: bool = False) -> Transform:
+    return replace(name, anchor, lambda match: code + match[0], optional=optional)
 
 
 def load_fix(path: Path) -> Fix:

@@ -1,75 +1,159 @@
-"""The fix: index scores one head at a time, forward and backward, so that no [sq, b, h, sk] tensor is made.
+"""The fix: with the indexer's loss, heads are added up in blocks, forward and backward, and no [B, heads, S, S] tensor is made.
 
-A head's scores [b, sq, sk] are weighted and added up at once. The backward computes them again head by head, in place of the release's
-written-out backward (0.17 on) or of autograd's (0.16), which keep all heads. Sums over heads are in another order than the release's.
+Three sums over heads: the index scores, their gradients (0.17 on; in 0.16 autograd's), and the target, which is attention's softmax added
+up over its heads. A block is one head from S = 4096, B = 8 on, and all of them where that is small. The release's own lines make the
+masks, of one head. Without the loss nothing changes. Sums over heads are in another order than the release's.
 """
 
 from common.transforms import insert_before, replace
 
-_STREAMED = '''\
-class _StreamedIndexScores(torch.autograd.Function):
-    """relu(q @ k^T) weighted and summed over heads, [b, sq, sk] in fp32; memory for a few heads, whatever their number."""
-
-    @staticmethod
-    def forward(ctx, q, weights, k, use_relu):
-        ctx.save_for_backward(q, weights, k)
-        ctx.use_relu = use_relu
-        keys = k.float().permute(1, 2, 0)  # [b, d, sk]
-        index_scores = keys.new_zeros(q.size(1), q.size(0), k.size(0))
-        for h in range(q.size(2)):
-            scores = torch.bmm(q[:, :, h].float().transpose(0, 1), keys)
-            if use_relu:
-                scores.relu_()
-            index_scores.addcmul_(scores, weights[:, :, h].t().unsqueeze(-1).to(scores.dtype))
-        return index_scores
-
-    @staticmethod
-    def backward(ctx, grad_index_scores):
-        return *_streamed_backward(*ctx.saved_tensors, grad_index_scores, ctx.use_relu), None
+_BLOCKS = '''\
+_HEAD_BLOCK = 2**24  # elements of the scores of a block of heads
 
 
-def _streamed_backward(q, weights, k, grad_index_scores, use_relu):
-    """Gradients of q [sq, b, h, d], weights [sq, b, h] and k [sk, b, d] from that of the index scores [b, sq, sk]."""
-    keys = k.float().transpose(0, 1)  # [b, sk, d]
-    grad_q, grad_weights, grad_k = torch.empty_like(q), torch.empty_like(weights), torch.zeros_like(keys)
-    for h in range(q.size(2)):
-        queries = q[:, :, h].float().transpose(0, 1)  # [b, sq, d]
-        scores = torch.bmm(queries, keys.transpose(1, 2))
+def _head_blocks(heads, scores_of_a_head):
+    step = max(1, _HEAD_BLOCK // max(1, scores_of_a_head))
+    return [slice(start, start + step) for start in range(0, heads, step)]
+
+
+def _streamed_target(query, key, softmax_scale, mask, softmax=None):
+    """Attention's probabilities summed over heads, under ``mask``; both [b, 1, sq, sk] fp32."""
+    softmax = softmax or (lambda scores: torch.softmax(scores, dim=-1, dtype=torch.float32))
+    target = torch.zeros_like(mask)
+    for part in _head_blocks(query.size(2), mask.numel()):
+        scores = torch.einsum('sbhd,tbhd->bhst', query[:, :, part].float(), key[:, :, part].float())
+        scores *= softmax_scale
+        scores += mask
+        target += softmax(scores).sum(dim=1, keepdim=True)
+        del scores
+    return target
+
+
+def _streamed_index_scores(q, weights, k, use_relu=True):
+    """relu(q @ k^T) weighted and summed over heads, [b, sq, sk] fp32."""
+    keys = k.float()
+    index_scores = keys.new_zeros(q.size(1), q.size(0), k.size(0))
+    for part in _head_blocks(q.size(2), index_scores.numel()):
+        scores = torch.einsum('sbhd,tbd->bhst', q[:, :, part].float(), keys)
         if use_relu:
             scores.relu_()
-        grad_weights[:, :, h] = (grad_index_scores * scores).sum(dim=-1).t()
-        grad_scores = grad_index_scores * weights[:, :, h].t().unsqueeze(-1)
+        scores *= weights[:, :, part].permute(1, 2, 0).unsqueeze(-1)
+        index_scores += scores.sum(dim=1)
+        del scores
+    return index_scores
+
+
+def _streamed_backward(q, weights, k, grad_index_scores, use_relu=True):
+    """Gradients of q [sq, b, h, d], weights [sq, b, h] and k [sk, b, d]."""
+    keys, grad = k.float(), grad_index_scores.unsqueeze(1)
+    grad_q, grad_weights = torch.empty_like(q), torch.empty_like(weights)
+    grad_k = torch.zeros_like(keys)
+    for part in _head_blocks(q.size(2), grad_index_scores.numel()):
+        queries = q[:, :, part].float()
+        scores = torch.einsum('sbhd,tbd->bhst', queries, keys)
+        if use_relu:
+            scores.relu_()
+        grad_weights[:, :, part] = (grad * scores).sum(dim=-1).permute(2, 0, 1)
+        grad_scores = grad * weights[:, :, part].permute(1, 2, 0).unsqueeze(-1)
         if use_relu:
             grad_scores.masked_fill_(scores == 0, 0)
-        grad_q[:, :, h] = torch.bmm(grad_scores, keys).transpose(0, 1)
-        grad_k.baddbmm_(grad_scores.transpose(1, 2), queries)
-    return grad_q, grad_weights, grad_k.transpose(0, 1).to(k.dtype)
+        del scores
+        grad_q[:, :, part] = torch.einsum('bhst,tbd->sbhd', grad_scores, keys)
+        grad_k += torch.einsum('bhst,sbhd->tbd', grad_scores, queries)
+        del grad_scores
+    return grad_q, grad_weights, grad_k.to(k.dtype)
 
 
 '''
 
+_AUTOGRAD = '''\
+class _StreamedIndexScores(torch.autograd.Function):
+    """``_streamed_index_scores`` for autograd."""
+
+    @staticmethod
+    def forward(ctx, q, weights, k):
+        ctx.save_for_backward(q, weights, k)
+        return _streamed_index_scores(q, weights, k)
+
+    @staticmethod
+    def backward(ctx, grad_index_scores):
+        return _streamed_backward(*ctx.saved_tensors, grad_index_scores)
+
+
+'''
+
+_MASKS = (
+    "    # Masks alone, of one head: they are added to the scores of each block of heads\n"
+    "    attention_scores = torch.zeros((b, 1, sq, sk), dtype=torch.float32, device=query.device)\n"
+)
+_RESHAPED = r"^    # \[sq, b, np, hn\].*\n    {0} = query\.permute(?:.*\n)+?    attention_scores = attention_scores\.reshape\(b, np, sq, sk\)\n"
+
 
 def _relu(matched: str) -> str:
     """0.19 has the ReLU as an option."""
-    return "use_relu" if "use_relu" in matched else "True"
+    return ", use_relu" if "use_relu" in matched else ""
 
+
+def _summed(found) -> str:
+    """The softmax over [b, heads, sq, sk] becomes the sum over blocks of heads. 0.19 has a function of its own for it."""
+    masked = (
+        "        lambda scores: dsa_masking.masked_softmax(\n"
+        "            scores, attention_valid_mask.unsqueeze(1).expand_as(scores), dim=-1\n        ),\n"
+    )
+    softmax = masked if "masked" in found[0] else ""
+    return f"{found[1]}_streamed_target(\n        query, key, softmax_scale, attention_scores,\n{softmax}    )\n"
+
+
+def _passed(found) -> str:
+    """One more argument for the call."""
+    return found[1].rstrip(" ,\n") + ",\n        compute=_streamed_index_scores,\n    )\n"
+
+
+_SOFTMAX = r"(?:torch\.nn\.functional\.softmax|dsa_masking\.masked_softmax)\(\s*attention_scores(?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)\n"
 
 FIX = {
     "megatron/core/transformer/experimental_attention_variant/dsa.py": (
-        insert_before("streamed", r"^def rotate_activation\(", _STREAMED),
-        replace(
-            "forward",
-            r"^( +)index_scores = torch\.einsum\((?:.*\n)+?\1index_scores = index_scores\.transpose\(0, 1\)\n",
-            lambda found: f"{found[1]}index_scores = _StreamedIndexScores.apply(q, weights, k, {_relu(found[0])})\n",
+        insert_before("blocks", r"^def rotate_activation\(", _BLOCKS),
+        replace("target", _RESHAPED.format("query"), _MASKS),
+        replace("target-sum", rf"^(    attention_scores = ){_SOFTMAX}(?=    # \[b, sq, sk\] -> \[b, sq, sk\]\n)", _summed),
+        # 0.16 leaves the backward to autograd; its scores are a method, called with the loss and without
+        insert_before(
+            "autograd",
+            r"^class DSAIndexer\(MegatronModule\):\n(?=(?:.*\n)+    def _compute_index_scores)",
+            _AUTOGRAD,
+            optional=True,
         ),
+        insert_before(
+            "scores-0.16",
+            r"^        # Compute attention scores: q @ k\^T\n",
+            "        if torch.is_grad_enabled() and (q.requires_grad or weights.requires_grad or k.requires_grad):\n"
+            "            return _StreamedIndexScores.apply(q, weights, k)\n",
+            optional=True,
+        ),
+        # 0.17 on
+        insert_before(
+            "choice", r'^\):\n    """Naive implementation of QK Topk', "    compute=_compute_index_scores,\n", optional=True
+        ),
+        replace("chosen", r"^(    index_scores = )_compute_index_scores(\(q, weights, k.*\)\n)", r"\1compute\2", optional=True),
+        replace(
+            "scores", r"^(    index_scores, topk_indices = fused_qk_topk_naive\((?:[^()]|\n)*)\)\n", _passed, optional=True
+        ),
+        replace(
+            "scores-again",
+            r"_compute_index_scores(\(q, weights, k.*\)  # \[B, Sq, Sk\]\n)",
+            r"_streamed_index_scores\1",
+            optional=True,
+        ),
+        replace("target-again", _RESHAPED.format("query_reshaped"), _MASKS, optional=True),
+        replace("target-sum-again", rf"^(    attention_scores_softmax = ){_SOFTMAX}", _summed, optional=True),
         replace(
             "backward",
             r"^    # Transpose from \[b, sq, sk\] to \[sq, b, sk\]\n(?:.*\n)+?    del grad_scores\n",
             lambda found: (
                 "    grad_q, grad_weights, grad_k = _streamed_backward(\n"
-                f"        q, weights, k, grad_index_scores_logits, {_relu(found[0])}\n    )\n"
+                f"        q, weights, k, grad_index_scores_logits{_relu(found[0])}\n    )\n"
             ),
-            optional=True,  # 0.16 leaves the backward to autograd
+            optional=True,
         ),
     ),
 }

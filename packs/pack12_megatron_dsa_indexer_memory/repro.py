@@ -2,219 +2,176 @@
 # requires-python = ">=3.10"
 # dependencies = ["einops", "megatron-core==0.16.1", "numpy>=1.26", "packaging", "torch==2.13.0", "triton==3.7.1"]
 # ///
-"""megatron-core: the loss of the DSA indexer makes tensors [S, B, H, S] in fp32, where its result is [B, S, S].
+"""megatron-core: the loss of the DSA indexer makes [B, heads, S, S] tensors, where what it needs is [B, S, S].
 
-q @ k^T of all H indexer heads is computed in one einsum, kept through ReLU and weights, then summed over heads; in the backward again.
-At S=4096 B=8 H=32 that is 16 GiB a tensor.
-
-Without a GPU the release's Python runs under fake tensors, which have shapes and no data, and the bytes that are alive are counted; with
-one it runs, and torch.cuda.max_memory_allocated is read. Gradients are checked at a small shape with real numbers either way.
-Exits 10 (BUG_REPRODUCED: a peak holds such a tensor), 0 (BUG_ABSENT) or 125 (neither).
+Twice: the scores of all indexer heads in one einsum, and the attention's scores of all attention heads, whose sum is the target. In the
+backward again. Without a GPU the release's Python runs under fake tensors (shapes, no data) and bytes alive are counted; with one it
+runs. Exits with 10 (BUG_REPRODUCED: a peak is over 8 GiB), 0 (BUG_ABSENT) or 125 (neither).
 """
 
 import argparse
 import importlib
-import importlib.util
-import json
-import math
-import os
-import statistics
-import sys
 import types
 import warnings
-from importlib.metadata import distribution
+from importlib.metadata import version
 
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--shape", default="4096,8,32,128", metavar="S,B,H,D", help="of the indexer's q (default: 4096,8,32,128)")
-parser.add_argument(
-    "--measure", action="store_true", help="also time it, as released, forward-only and fixed in turns (needs a GPU)"
-)
-options = parser.parse_args()
-try:
-    S, B, H, D = (int(n) for n in options.shape.split(","))
-except ValueError:
-    parser.error(f"--shape must be four whole numbers S,B,H,D, not {options.shape!r}")
-if options.measure and not torch.cuda.is_available():
-    parser.error("--measure needs a GPU")
-
-GIB = 2**30
-NAME = "megatron.core.transformer.experimental_attention_variant.dsa"
+S, B, HEADS, H, D_ATTENTION, D = (
+    4096,
+    8,
+    128,
+    32,
+    192,
+    128,
+)  # attention heads as in DeepSeek-V3.2, indexer heads, and their channels
+GIB, LIMIT = 2**30, 8  # GiB: 16 tensors [B, S, S] in fp32
 device = "cuda" if torch.cuda.is_available() else "cpu"
-patched = os.environ.get("REPRODUCER_SIDE") == "patched"
-facts = {"reproducer": 1, "comparisons": [], "claims": [], "metrics": {"shape": {"S": S, "B": B, "H": H, "D": D}}}
-facts["evidence"] = "device:sm_{}{}".format(*torch.cuda.get_device_capability()) if device == "cuda" else "source"
-metrics = facts["metrics"]
-torch.backends.cuda.matmul.allow_tf32 = False
+alone = types.SimpleNamespace(tp=types.SimpleNamespace(size=lambda: 1))  # tensor-parallel group of one rank
 
 
-def finish(verdict, reason=""):
-    absent = "FIX_VALIDATED" if patched else "BUG_ABSENT"
-    word = {"REPRODUCED": "BUG_REPRODUCED", "ABSENT": absent}.get(verdict, verdict)
-    print(json.dumps({**facts, "verdict": verdict}))
-    print(f"{word}: {reason}" if reason else word)
-    sys.exit({"REPRODUCED": 10, "ABSENT": 0}.get(verdict, 125))
+def release():
+    """The release's module of DeepSeek sparse attention."""
+    warnings.filterwarnings("ignore")
+    try:
+        dsa = importlib.import_module("megatron.core.transformer.experimental_attention_variant.dsa")
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("megatron.core."):
+            raise
+        finish("UNTESTABLE", "no-api")
+    gpu = "device:sm_{}{}".format(*torch.cuda.get_device_capability()) if device == "cuda" else "source"
+    FACTS.update(file=dsa.__file__, version=version("megatron-core"), evidence=gpu)
+    return dsa
 
 
-def state(role, name, holds, **measured):
-    facts["comparisons"].append({"role": role, "name": name, **(measured or {"holds": bool(holds)})})
-    print(f"{role:<8} {name:<84} {measured.get('error', holds)}")
+def inputs(S, B, heads, H, d, D, dtype=torch.float32, size=1.0):
+    """q [S, B, H, D], weights [S, B, H], k [S, B, D], which get gradients; query, key [S, B, heads, d]; the causal mask [S, S]."""
+    torch.manual_seed(0)
+    shapes = (S, B, H, D), (S, B, H), (S, B, D), (S, B, heads, d), (S, B, heads, d)
+    made = [torch.randn(shape, device=device, dtype=dtype).mul_(size) for shape in shapes]
+    return [t.requires_grad_(i < 3) for i, t in enumerate(made)] + [torch.full((S, S), float("-inf"), device=device).triu_(1)]
 
 
-alone = types.SimpleNamespace(tp=types.SimpleNamespace(size=lambda: 1))  # a tensor-parallel group of one rank
-
-
-def loss_of(dsa, q, weights, k, query, key, mask):
-    """The indexer's loss, dense (no top-k in it), by the release's own entry."""
-    scale, topk = query.shape[-1] ** -0.5, 8
+def loss_of(dsa, q, weights, k, query, key, mask, topk=8, sparse=False, group=alone, *more):
+    """The indexer's loss and its top-k indices, by the release's own entry. 0.16 makes the scores in a method of its indexer."""
+    scale = query.shape[-1] ** -0.5
     if hasattr(dsa, "FusedDSAIndexerLoss"):
-        return dsa.FusedDSAIndexerLoss.apply(q, weights, k, query, key, scale, topk, 1.0, mask, False, alone)[1]
+        given = q, weights, k, query, key, scale, topk, 1.0, mask, sparse, group, *more
+        return dsa.FusedDSAIndexerLoss.apply(*given)[::-1]
     scores = dsa.DSAIndexer._compute_index_scores(None, q, weights, k) + mask
-    return dsa.compute_dsa_indexer_loss(scores, scores.topk(topk, -1)[1], query, key, scale, 1.0, False, alone)
+    picked = scores.topk(topk, -1)[1]
+    return dsa.compute_dsa_indexer_loss(scores, picked, query, key, scale, 1.0, sparse, group), picked
 
 
 def definition(q, weights, k, query, key, mask):
-    """KL of the indexer's distribution from the attention's, [B, S, S] both, in fp64; mean over rows."""
+    """KL of the indexer's distribution from the attention's, [B, S, S] both; the mean over rows."""
     scores = torch.einsum("sbhd,tbd->bhst", q, k).relu() * weights.permute(1, 2, 0)[..., None]
     log_index = (scores.sum(1) + mask).log_softmax(-1)
-    target = torch.einsum("sbhd,tbhd->bhst", query, key) * query.shape[-1] ** -0.5 + mask
-    target = target.softmax(-1).mean(1)
+    target = (torch.einsum("sbhd,tbhd->bhst", query, key) * query.shape[-1] ** -0.5 + mask).softmax(-1).mean(1)
     return F.kl_div(log_index.masked_fill(mask.isinf(), 0), target, reduction="sum") / (q.shape[0] * q.shape[1])
 
 
-def inputs(S, B, H, D, dtype, size=1.0):
-    """q [S, B, H, D], weights [S, B, H], k [S, B, D], which have gradients; query, key [S, B, 1, D]; the causal mask [S, S]."""
-    q, weights, k, query, key = (
-        (size * torch.randn(*shape, device=device, dtype=torch.float32)).to(dtype)
-        for shape in ((S, B, H, D), (S, B, H), (S, B, D), (S, B, 1, D), (S, B, 1, D))
-    )
-    mask = torch.full((S, S), float("-inf"), device=device).triu(1)
-    return [t.requires_grad_() for t in (q, weights, k)] + [query, key, mask]
+def peaks(dsa, *shape):
+    """GiB above the inputs at the peak of the forward and of the backward; of the last step alone that memory sufficed for."""
+    given, found, fake, tracker = [], [], FakeTensorMode(), MemTracker()
+    draw = lambda: given.extend(inputs(*shape, dtype=torch.bfloat16))  # noqa: E731
+    for step in (draw, lambda: given.append(loss_of(dsa, *given)[0]), lambda: given[-1].backward()):
+        if device == "cpu":
+            with fake, tracker:
+                step()
+            found.append(next(iter(tracker.get_tracker_snapshot("peak").values()))["Total"] / GIB)
+            continue
+        torch.cuda.reset_peak_memory_stats()
+        try:
+            step()
+        except torch.cuda.OutOfMemoryError:
+            FACTS["metrics"]["out of memory"] = True
+        found.append(torch.cuda.max_memory_allocated() / GIB)
+        if "out of memory" in FACTS["metrics"]:
+            break
+    return [peak - found[0] for peak in found[1:]]
 
 
-def peaks(dsa):
-    """GiB above the inputs at the peak of the forward and of the backward."""
-    if device == "cuda":
-        given = inputs(S, B, H, D, torch.bfloat16)
-        before, found = torch.cuda.memory_allocated(), {}
-        for name in ("forward", "backward"):
-            torch.cuda.reset_peak_memory_stats()
-            if name == "forward":
-                loss = loss_of(dsa, *given)
-            else:
-                loss.backward()
-            found[name] = (torch.cuda.max_memory_allocated() - before) / GIB
-        return found
-    from torch.distributed._tools.mem_tracker import MemTracker
-
-    with FakeTensorMode():
-        given = inputs(S, B, H, D, torch.bfloat16)
-        tracker, found = MemTracker(), {}
-        with tracker:
-            loss = loss_of(dsa, *given)
-        found["forward"] = next(iter(tracker.get_tracker_snapshot("peak").values()))["Total"] / GIB
-        with tracker:
-            loss.backward()
-        found["backward"] = next(iter(tracker.get_tracker_snapshot("peak").values()))["Total"] / GIB
-    return found
-
-
-def errors(dsa, dtype=torch.float32):
-    """Relative errors of loss and gradients against fp64, at S=48 B=2 H=5 D=16."""
-    torch.manual_seed(0)
-    given = inputs(48, 2, 5, 16, dtype, size=0.3)
-    loss = loss_of(dsa, *given)
+def main():
+    dsa = release()
+    given = inputs(48, 2, 8, 5, 16, 16, size=0.3)
+    loss = loss_of(dsa, *given)[0]
     loss.backward()
     exact = [t.detach().double().requires_grad_(t.requires_grad) for t in given]
     right = definition(*exact)
     right.backward()
-    pairs = [
-        ("loss", loss.detach(), right.detach()),
-        *((f"d{n}", g.grad, e.grad) for n, g, e in zip(("q", "w", "k"), given, exact, strict=False)),
-    ]
-    return {name: ((got.double() - want).norm() / want.norm()).item() for name, got, want in pairs}
+    pairs = [(loss, right), *((a.grad, b.grad) for a, b in zip(given[:3], exact, strict=False))]
+    for name, (got, want) in zip(("loss", "dq", "dweights", "dk"), pairs, strict=True):
+        check("control", f"{name} in fp32 against fp64", error=((got - want).norm() / want.norm()).item(), limit=1e-5)
+    for name, peak in zip(("forward", "backward"), peaks(dsa, S, B, HEADS, H, D_ATTENTION, D), strict=False):
+        FACTS["metrics"][f"{name} peak GiB"] = peak
+        check("trigger", f"{name}: peak of {peak:.2f} GiB, {LIMIT} at most", peak <= LIMIT)
+    if "out of memory" in FACTS["metrics"] and all(row["ok"] for row in CHECKS):
+        finish("UNTESTABLE", "oom")
+    FACTS["claims"] = {"MEMORY_SAVE_VERIFIED": "peak of"}
+    finish()
 
 
-def checked(dsa):
-    """torch.autograd.gradcheck of the index scores in fp64: where the source says .float(), nothing is cast."""
-    q, weights, k = (t.detach().double().requires_grad_() for t in inputs(5, 2, 3, 4, torch.float32)[:3])
-    scores = dsa._compute_index_scores if hasattr(dsa, "_compute_index_scores") else None
-    call = scores or (lambda *given: dsa.DSAIndexer._compute_index_scores(None, *given))
-    cast, torch.Tensor.float = torch.Tensor.float, lambda self: self
-    try:
-        return torch.autograd.gradcheck(call, (q, weights, k), raise_exception=False)
-    finally:
-        torch.Tensor.float = cast
+# --- report/1: the same in every script, kept so by `python -m common tables`; docs/scripts.md says what the words mean ---
+import json
+import math
+import os
+import sys
+import traceback
+
+CHECKS, FACTS = [], {"report": 1, "evidence": "none", "metrics": {}}
 
 
-def original():
-    spec = importlib.util.spec_from_file_location("original_dsa", release.locate_file(f"{NAME.replace('.', '/')}.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def check(role, name, ok=None, *, error=None, limit=None):
+    """Record whether the release behaves as a correct one: ``ok``, or ``error <= limit``. What is no finite number has failed."""
+    row = {"role": role, "name": name}
+    if limit is not None:
+        error = float(error) if error is not None and math.isfinite(error) else None
+        row |= {"error": error, "limit": limit}
+        ok = error is not None and error <= limit
+    CHECKS.append({**row, "ok": bool(ok)})
+    shown = "" if limit is None else "  not finite" if error is None else f"  {error:.2e} (limit {limit:.0e})"
+    words = ("seen", "not seen") if role == "signature" else ("ok", "FAIL")
+    print(f"{role:<9} {words[not ok]:<8} {name}{shown}", flush=True)
 
 
-def timed(modules, runs=10):
-    """ms of forward and backward, the modules in turns: medians and quartiles."""
-    times = {name: [] for name in modules}
-    for i in range(runs + 2):
-        for name, module in modules.items():
-            given = inputs(S, B, H, D, torch.bfloat16)
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            start.record()
-            loss_of(module, *given).backward()
-            end.record()
-            torch.cuda.synchronize()
-            times[name] += [start.elapsed_time(end)] if i >= 2 else []
-    return {name: dict(zip(("q1", "median", "q3"), statistics.quantiles(ms, n=4), strict=True)) for name, ms in times.items()}
-
-
-warnings.filterwarnings("ignore")
-release = distribution("megatron-core")
-facts["version"] = release.version
-try:
-    found = importlib.util.find_spec(NAME)
-except ModuleNotFoundError:
-    found = None
-if found is None:
-    print("This release has no DSA.")
-    finish("UNTESTABLE", "no-api")
-dsa = importlib.import_module(NAME)
-facts["file"] = dsa.__file__
-print(f"megatron-core {release.version}, torch {torch.__version__}, {facts['evidence']}, S={S} B={B} H={H} D={D}")
-
-tensor = S * B * H * S * 4 / GIB
-metrics.update(tensor_gib=tensor, peak_gib=peaks(dsa))
-for name, peak in metrics["peak_gib"].items():
-    state("trigger", f"{name}: peak {peak:.2f} GiB, room for a [S, B, H, S] tensor of {tensor:.2f} GiB", peak >= tensor)
-limit = 1e-5
-metrics["errors"] = errors(dsa)
-print("         " + "  ".join(f"{n} {e:.1e}" for n, e in metrics["errors"].items()))
-worst = max(metrics["errors"], key=lambda name: (math.isnan(metrics["errors"][name]), metrics["errors"][name]))
-state("control", f"loss and gradients in fp32 against fp64, worst {worst}", None, error=metrics["errors"][worst], limit=limit)
-state("control", "gradcheck of the index scores in fp64", checked(dsa))
-if options.measure and patched:
-    seed = original()
-    if hasattr(seed, "_compute_index_scores"):
-        seed._compute_index_scores = dsa._compute_index_scores
-        torch.cuda.empty_cache()
-        metrics["forward_only_peak_gib"] = peaks(seed)
-        print(f"         forward fixed alone: peaks {metrics['forward_only_peak_gib']}")
-    modules = {
-        "as released": original(),
-        **({"forward fixed alone": seed} if "forward_only_peak_gib" in metrics else {}),
-        "fixed": dsa,
+def finish(verdict=None, reason=""):
+    """Print the verdict that the checks give, or CHANGED, UNTESTABLE or MEASURED; exit with 10, 0 or 125."""
+    failed = {
+        role: [c["name"] for c in CHECKS if c["role"] == role and not c["ok"]] for role in ("control", "trigger", "signature")
     }
-    metrics["ms"] = timed(modules)
-    for name, ms in metrics["ms"].items():
-        print(f"         {name}: {ms}")
-if not metrics["errors"][worst] <= limit or not facts["comparisons"][-1]["holds"]:
-    finish("CHANGED", "wrong gradients")
-broken = any(c["holds"] for c in facts["comparisons"] if c["role"] == "trigger")
-if patched and not broken:
-    facts["claims"] = ["MEMORY_SAVE_VERIFIED"]
-finish("REPRODUCED" if broken else "ABSENT")
+    if verdict is None:
+        if not {"control", "trigger"} <= {c["role"] for c in CHECKS}:
+            verdict, reason = "CHANGED", "nothing was checked"
+        elif bad := failed["control"] or (failed["trigger"] and failed["signature"]):
+            verdict, reason = "CHANGED", bad[0]
+        else:
+            verdict = "REPRODUCED" if failed["trigger"] else "ABSENT"
+    absent = "FIX_VALIDATED" if os.environ.get("REPRODUCER_SIDE") == "patched" else "BUG_ABSENT"
+    word = {"REPRODUCED": "BUG_REPRODUCED", "ABSENT": absent}.get(verdict, verdict)
+    facts = json.dumps({**FACTS, "checks": CHECKS, "verdict": verdict})
+    print(json.dumps(json.loads(facts, parse_constant=lambda _: None)))  # NaN is no JSON.
+    print(f"{word}: {reason}" if reason else word)
+    sys.exit({"REPRODUCED": 10, "ABSENT": 0, "MEASURED": 0}.get(verdict, 125))
+
+
+def unexpected(kind, error, trace):
+    traceback.print_exception(kind, error, trace)
+    if issubclass(kind, ImportError):
+        finish("UNTESTABLE", "import")
+    if kind.__name__ in ("MemoryError", "OutOfMemoryError"):
+        finish("UNTESTABLE", "oom")
+    if issubclass(kind, Exception):
+        finish("CHANGED", kind.__name__)
+
+
+sys.excepthook = unexpected
+# --- end of report/1 ---
+
+if __name__ == "__main__":
+    parser.parse_args()
+    main()
