@@ -1,6 +1,7 @@
 """The fix: parameters that are marked keep_in_fp32 stay fp32 in Float16Module, and MambaMixer marks A_log and D.
 
-The mark has the name that upstream's main branch gave it in 86e928a97f (#5929), where Float16Module honours it and no SSM parameter has it.
+The mark has the name that upstream's main branch gave it in 86e928a97f (#5929), where Float16Module honours it and no SSM parameter has
+it: there the two marks are the fix.
 """
 
 from common.transforms import insert_after, insert_before, replace
@@ -17,9 +18,15 @@ def _cast_except_marked(module, dtype):
 
 FIX = {
     "megatron/core/transformer/module.py": (
-        insert_before("cast", r"^class Float16Module\(", _CAST),
-        replace("half", r"\bmodule\.half\(\)", "_cast_except_marked(module, torch.half)"),
-        replace("bfloat16", r"\bmodule\.bfloat16\(\)", "_cast_except_marked(module, torch.bfloat16)"),
+        # main has it, by another name
+        replace(
+            "cast",
+            r"\A(?![\s\S]*keep_in_fp32)[\s\S]*?(?=^class Float16Module\()",
+            lambda found: found[0] + _CAST,
+            optional=True,
+        ),
+        replace("half", r"\bmodule\.half\(\)", "_cast_except_marked(module, torch.half)", optional=True),
+        replace("bfloat16", r"\bmodule\.bfloat16\(\)", "_cast_except_marked(module, torch.bfloat16)", optional=True),
     ),
     "megatron/core/ssm/mamba_mixer.py": (
         insert_after("mark-a", r"^ +self\.A_log = nn\.Parameter\(A_log\)\n", "            self.A_log.keep_in_fp32 = True\n"),

@@ -1,203 +1,163 @@
 # /// script
 # requires-python = ">=3.10"
 # dependencies = ["einops", "mamba-ssm==2.3.2.post1", "megatron-core==0.16.1", "numpy>=1.26", "packaging", "tilelang==0.1.8", "torch==2.13.0", "triton==3.7.1"]
+# tool.uv.extra-build-dependencies.mamba-ssm = ["ninja", "packaging", "setuptools", "torch==2.13.0", "wheel"]
+# tool.uv.extra-build-variables.mamba-ssm = { MAMBA_SKIP_CUDA_BUILD = "TRUE", MAMBA_FORCE_BUILD = "TRUE" }
 # ///
 """megatron-core: Float16Module casts the parameters that Mamba layers keep in fp32 on purpose.
 
 MambaMixer makes A_log and D in fp32 ("Keep in fp32") though params_dtype is bf16; mamba-ssm's Mamba3(dtype=bf16) does so with dt_bias,
-D, the biases of B and C and, for MIMO, mimo_x, mimo_z and mimo_o. Float16Module calls module.bfloat16() on all of it.
-
-The contract is read off the modules: what is fp32 in a module that was built for bf16. Such parameters get the mark that upstream's main
-branch honours since 86e928a97f, keep_in_fp32. Exits 10 (BUG_REPRODUCED: they are cast), 0 (BUG_ABSENT) or 125 (neither).
+D, the biases of B and C and, for MIMO, mimo_x, mimo_z and mimo_o. Float16Module calls module.bfloat16() on all of it. Here Mamba3's have
+the mark that upstream's main branch honours since 86e928a97f, keep_in_fp32. Runs on a GPU, for megatron-core makes its modules there.
+Exits with 10 (BUG_REPRODUCED: they are cast), 0 (BUG_ABSENT) or 125 (neither).
 """
 
 import argparse
 import importlib
 import importlib.util
 import inspect
-import json
-import os
-import sys
-import types
 import warnings
-from importlib.metadata import distribution, version
+from importlib.metadata import distribution
 
 import torch
-import triton
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--half", action="store_true", help="fp16 in place of bf16")
-options = parser.parse_args()
-
 device = "cuda" if torch.cuda.is_available() else "cpu"
-dtype, short = (torch.float16, "fp16") if options.half else (torch.bfloat16, "bf16")
-patched = os.environ.get("REPRODUCER_SIDE") == "patched"
-facts = {"reproducer": 1, "comparisons": [], "claims": [], "metrics": {}}
-facts["evidence"] = "device:sm_{}{}".format(*torch.cuda.get_device_capability()) if device == "cuda" else "source"
-metrics = facts["metrics"]
+MAMBA3 = ["dt_bias", "B_bias", "C_bias", "D"]
+KEPT = {"MambaMixer": ["A_log", "D"], "Mamba3": MAMBA3, "Mamba3 MIMO": [*MAMBA3[:-1], "mimo_x", "mimo_z", "mimo_o", "D"]}
 
 
-def finish(verdict, reason=""):
-    absent = "FIX_VALIDATED" if patched else "BUG_ABSENT"
-    word = {"REPRODUCED": "BUG_REPRODUCED", "ABSENT": absent}.get(verdict, verdict)
-    print(json.dumps({**facts, "verdict": verdict}))
-    print(f"{word}: {reason}" if reason else word)
-    sys.exit({"REPRODUCED": 10, "ABSENT": 0}.get(verdict, 125))
+def release():
+    """The module of Float16Module, that of MambaMixer, and mamba-ssm's of Mamba3."""
+    warnings.filterwarnings("ignore")
+    found = distribution("megatron-core")
+    # Past mamba_ssm/__init__.py, which loads CUDA extensions that these layers do not use.
+    sys.modules["mamba_ssm"] = importlib.util.module_from_spec(importlib.util.find_spec("mamba_ssm"))
+    if not any(found.locate_file("megatron/core/ssm").glob("mamba_mixer.py")):
+        finish("UNTESTABLE", "no-api")
+    names = "megatron.core.transformer.module", "megatron.core.ssm.mamba_mixer", "mamba_ssm.modules.mamba3"
+    modules = [importlib.import_module(name) for name in names]
+    gpu = "device:sm_{}{}".format(*torch.cuda.get_device_capability()) if device == "cuda" else "source"
+    FACTS.update(file=modules[0].__file__, version=found.version, evidence=gpu)
+    return modules
 
 
-def state(role, name, holds, **measured):
-    facts["comparisons"].append({"role": role, "name": name, **(measured or {"holds": bool(holds)})})
-    print(f"{role:<8} {name:<96} {measured.get('error', holds)}")
+def config_of(dtype):
+    """A configuration of one rank."""
+    core = importlib.import_module("megatron.core")
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        core.parallel_state.initialize_model_parallel()
+        core.tensor_parallel.model_parallel_cuda_manual_seed(123)
+    half = {"fp16" if dtype == torch.float16 else "bf16": True}
+    return importlib.import_module("megatron.core.transformer").TransformerConfig(
+        num_layers=1, hidden_size=256, num_attention_heads=4, params_dtype=dtype, use_cpu_initialization=device == "cpu", **half
+    )
 
 
-def mixer_of_megatron(mamba_mixer, core):
-    """A MambaMixer of one rank, built for bf16."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    core.parallel_state.initialize_model_parallel()
-    core.tensor_parallel.model_parallel_cuda_manual_seed(123)
-    config = core.transformer.TransformerConfig(
-        num_layers=1, hidden_size=256, num_attention_heads=4, params_dtype=dtype, use_cpu_initialization=device == "cpu",
-        **{"fp16" if options.half else "bf16": True},
-    )  # fmt: skip
-    linear = core.tensor_parallel
-    submodules = mamba_mixer.MambaMixerSubmodules(in_proj=linear.ColumnParallelLinear, out_proj=linear.RowParallelLinear)
-    takes = inspect.signature(mamba_mixer.MambaMixer).parameters
-    given = {"layer_number": 1}
-    for name, module, kind in (
-        ("pg_collection", "process_groups_config", "ProcessGroupCollection"),
-        ("model_comm_pgs", "process_groups_config", "ModelCommProcessGroups"),
-    ):
-        if name in takes:
-            groups = getattr(importlib.import_module(f"megatron.core.{module}"), kind)
-            given[name] = groups.use_mpu_process_groups(required_pgs=["tp", "cp"])
-    return config, mamba_mixer.MambaMixer(config, submodules, config.hidden_size, **given)
+def layers(mamba_mixer, mamba3, config):
+    """Three Mamba layers built for half precision, and a linear one in fp32. What is kept in fp32 has no round values."""
+    tensor_parallel = importlib.import_module("megatron.core").tensor_parallel
+    linear = {"in_proj": tensor_parallel.ColumnParallelLinear, "out_proj": tensor_parallel.RowParallelLinear}
+    groups, given = importlib.import_module("megatron.core.process_groups_config"), {"layer_number": 1}
+    for name, kind in (("pg_collection", "ProcessGroupCollection"), ("model_comm_pgs", "ModelCommProcessGroups")):
+        if name in inspect.signature(mamba_mixer.MambaMixer).parameters:
+            given[name] = getattr(groups, kind).use_mpu_process_groups(required_pgs=["tp", "cp"])
+    mixer = mamba_mixer.MambaMixer(config, mamba_mixer.MambaMixerSubmodules(**linear), config.hidden_size, **given)
+    sizes = {"d_state": 128, "headdim": 64, "device": device, "dtype": config.params_dtype}
+    built = {"MambaMixer": mixer.to(device), "Mamba3": mamba3.Mamba3(256, chunk_size=64, **sizes)}
+    built["Mamba3 MIMO"] = mamba3.Mamba3(256, chunk_size=16, is_mimo=True, **sizes)
+    built["Linear in fp32"] = torch.nn.Linear(16, 16, device=device)
+    for name, layer in built.items():
+        for parameter in (p for n, p in layer.named_parameters() if n in KEPT.get(name, ())):
+            parameter.data += 1e-3 * torch.rand_like(parameter)
+            if name != "MambaMixer":  # megatron-core does not build these: who does marks them
+                parameter.keep_in_fp32 = True
+    return built
 
 
-class Reached(Exception):
-    """Mamba3 called its kernel."""
-
-
-def handed_over(mamba3, layer):
-    """The dtypes that Mamba3 hands its kernel, by name. On a CPU the kernel is not run."""
-    seen = {}
-
-    def spy(kernel):
-        def call(**given):
-            seen.update({name: str(t.dtype).removeprefix("torch.") for name, t in given.items() if isinstance(t, torch.Tensor)})
-            if device == "cpu":
-                raise Reached
-            return kernel(**given)
-
-        return call
-
-    names = ("mamba3_siso_combined", "mamba3_mimo_combined")
-    kernels = {name: getattr(mamba3, name) for name in names}
-    norm = mamba3.RMSNormGated.forward
-    for name in names:
-        setattr(mamba3, name, spy(kernels[name]))
-    if device == "cpu":  # a Triton kernel, which has no part in this
-        mamba3.RMSNormGated.forward = lambda self, x, z=None: x
-    problem = None
+def main(dtype):
     try:
-        torch.manual_seed(0)
-        with torch.no_grad():
-            out = layer(torch.randn(1, 256, 256, device=device, dtype=dtype))
-        problem = None if torch.isfinite(out).all() else "its output is not finite"
-    except Reached:
-        pass
-    except Exception as error:  # a kernel's refusal has no class of its own
-        problem = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
-    mamba3.RMSNormGated.forward = norm
-    for name in names:
-        setattr(mamba3, name, kernels[name])
-    return seen, problem
+        torch.cuda.current_device()
+    except (AssertionError, RuntimeError):
+        print("This needs an NVIDIA GPU, and torch sees none; nox -s pack16 has megatron-core make its modules on the CPU.")
+        finish("UNTESTABLE", "no-device")
+    module, mamba_mixer, mamba3 = release()
+    built = layers(mamba_mixer, mamba3, config := config_of(dtype))
+    before = {name: {n: p.detach().clone() for n, p in layer.named_parameters()} for name, layer in built.items()}
+    module.Float16Module(config, torch.nn.ModuleDict({name.replace(" ", "_"): layer for name, layer in built.items()}))
+    for name, was in before.items():
+        now, kept = dict(built[name].named_parameters()), KEPT.get(name, [])
+        others = [n for n in was if n not in kept]
+        if kept:
+            found = [n for n, p in was.items() if p.dtype == torch.float32]
+            check("control", f"{name} keeps in fp32 what its source says: {', '.join(kept)}", found == kept)
+        right = all(now[n].dtype == dtype and torch.equal(now[n], was[n].to(dtype)) for n in others)
+        check("control", f"{name}: its {len(others)} other parameters are cast to {dtype}", right)
+        cast = [n for n in kept if now[n].dtype != torch.float32 or not torch.equal(now[n], was[n])]
+        if kept:
+            check("trigger", f"{name}: cast or changed: {', '.join(cast) or 'none'}", not cast)
+            off = {n: ((now[n].double() - was[n].double()).abs() / was[n].double().abs()).max().item() for n in kept}
+            FACTS["metrics"][name] = {"cast": cast, "largest relative change": off}
+    finish()
 
 
-warnings.filterwarnings("ignore")
-release = distribution("megatron-core")
-facts["version"] = release.version
-package = types.ModuleType("mamba_ssm")  # its __init__ loads CUDA extensions that these layers do not use: import past it
-package.__path__ = list(importlib.util.find_spec("mamba_ssm").submodule_search_locations)
-sys.modules["mamba_ssm"] = package
-try:
-    torch.cuda.current_device()
-except (RuntimeError, AssertionError):
-    print("Without a GPU: nox -s pack16 runs it in the lane megatron-cpu, which has megatron-core make its modules on the CPU.")
-    finish("UNTESTABLE", "no-device")
-folder = release.locate_file("megatron/core/ssm")  # not find_spec, which imports what is around it, and hides what fails there
-found = any(folder.glob("mamba_mixer.py"))
-if not found:
-    print("This release has no MambaMixer.")
-    finish("UNTESTABLE", "no-api")
-core = types.SimpleNamespace(
-    **{name: importlib.import_module(f"megatron.core.{name}") for name in ("parallel_state", "tensor_parallel", "transformer")}
-)
-module = importlib.import_module("megatron.core.transformer.module")
-mamba_mixer = importlib.import_module("megatron.core.ssm.mamba_mixer")
-mamba3 = importlib.import_module("mamba_ssm.modules.mamba3")
-facts["file"] = module.__file__
-for kernels in [m for n, m in sys.modules.items() if n.startswith("mamba_ssm.ops.triton")]:
-    for kernel in vars(kernels).values():  # Triton's autotuning has no part in this, and takes minutes on a GPU.
-        if isinstance(kernel, triton.runtime.Autotuner):
-            kernel.configs = kernel.configs[:1]
-print(f"megatron-core {release.version}, mamba-ssm {version('mamba-ssm')}, torch {torch.__version__}, {facts['evidence']}")
+# --- report/1: the same in every script, kept so by `python -m common tables`; docs/scripts.md says what the words mean ---
+import json
+import math
+import os
+import sys
+import traceback
 
-config, mixer = mixer_of_megatron(mamba_mixer, core)
-sizes = {"d_state": 128, "headdim": 64, "device": device, "dtype": dtype}
-layers = {
-    "MambaMixer": mixer.to(device),
-    "Mamba3": mamba3.Mamba3(256, chunk_size=64, **sizes),
-    "Mamba3 MIMO": mamba3.Mamba3(256, chunk_size=16, is_mimo=True, **sizes),
-}
-contract = {
-    layer: {n: p.detach().clone() for n, p in built.named_parameters() if p.dtype == torch.float32}
-    for layer, built in layers.items()
-}
-for layer, built in layers.items():
-    print(f"         {layer}, built for {short}, has in fp32: {', '.join(contract[layer])}")
-    if layer != "MambaMixer":  # megatron-core does not build these: who does, marks them
-        for name in contract[layer]:
-            built.get_parameter(name).keep_in_fp32 = True
-expected = {"MambaMixer": ["A_log", "D"], "Mamba3": ["dt_bias", "B_bias", "C_bias", "D"]}
-expected["Mamba3 MIMO"] = [*expected["Mamba3"][:-1], "mimo_x", "mimo_z", "mimo_o", "D"]
-state(
-    "control",
-    "these are the parameters that the sources say are kept in fp32",
-    {k: list(v) for k, v in contract.items()} == expected,
-)
-native = {layer: handed_over(mamba3, built) for layer, built in layers.items() if layer != "MambaMixer"}
+CHECKS, FACTS = [], {"report": 1, "evidence": "none", "metrics": {}}
 
-module.Float16Module(config, torch.nn.ModuleDict({name.replace(" ", "_"): built for name, built in layers.items()}))
 
-metrics["cast"], metrics["error"] = {}, {}
-for layer, built in layers.items():
-    for name, before in contract[layer].items():
-        after = built.get_parameter(name).detach()
-        if after.dtype == dtype:
-            metrics["cast"].setdefault(layer, []).append(name)
-        value = torch.exp if name == "A_log" else torch.nn.functional.softplus if name == "dt_bias" else torch.clone
-        error = ((value(after.double()) - value(before.double())).abs() / value(before.double()).abs()).max().item()
-        metrics["error"].setdefault(layer, {})[name] = error
-    state(
-        "trigger", f"{layer}: cast to {short}: {', '.join(metrics['cast'].get(layer, ())) or 'none'}", layer in metrics["cast"]
-    )
-    others = [p for n, p in built.named_parameters() if n not in contract[layer]]
-    state(
-        "control", f"{layer}: its {len(others)} other parameters are {short}", others and all(p.dtype == dtype for p in others)
-    )
-for layer, found in metrics["error"].items():
-    print(f"         {layer}: " + "  ".join(f"{n} {e:.1e}" for n, e in found.items()))
-metrics["handed over"] = {}
-for layer, (was, problem) in native.items():
-    runs = ", and runs" if device == "cuda" else ""
-    state("control", f"{layer} by itself hands its kernel DT in fp32{runs}", was["DT"] == "float32" and problem is None)
-    now, problem = handed_over(mamba3, layers[layer])
-    metrics["handed over"][layer] = {"as built": was, "wrapped": now, "refused": problem}
-    state("trigger", f"{layer} wrapped hands its kernel DT in {now['DT']}", now["DT"] != "float32")
-    if device == "cuda":
-        print(f"         {layer} wrapped, on the GPU: {problem or 'runs'}")
-        state("note", f"{layer} wrapped: its kernel refuses", problem is not None)
-torch.distributed.destroy_process_group()
-if bad := [c["name"] for c in facts["comparisons"] if c["role"] == "control" and not c["holds"]]:
-    finish("CHANGED", bad[0])
-finish("REPRODUCED" if any(c["holds"] for c in facts["comparisons"] if c["role"] == "trigger") else "ABSENT")
+def check(role, name, ok=None, *, error=None, limit=None):
+    """Record whether the release behaves as a correct one: ``ok``, or ``error <= limit``. What is no finite number has failed."""
+    row = {"role": role, "name": name}
+    if limit is not None:
+        error = float(error) if error is not None and math.isfinite(error) else None
+        row |= {"error": error, "limit": limit}
+        ok = error is not None and error <= limit
+    CHECKS.append({**row, "ok": bool(ok)})
+    shown = "" if limit is None else "  not finite" if error is None else f"  {error:.2e} (limit {limit:.0e})"
+    words = ("seen", "not seen") if role == "signature" else ("ok", "FAIL")
+    print(f"{role:<9} {words[not ok]:<8} {name}{shown}", flush=True)
+
+
+def finish(verdict=None, reason=""):
+    """Print the verdict that the checks give, or CHANGED, UNTESTABLE or MEASURED; exit with 10, 0 or 125."""
+    failed = {
+        role: [c["name"] for c in CHECKS if c["role"] == role and not c["ok"]] for role in ("control", "trigger", "signature")
+    }
+    if verdict is None:
+        if not {"control", "trigger"} <= {c["role"] for c in CHECKS}:
+            verdict, reason = "CHANGED", "nothing was checked"
+        elif bad := failed["control"] or (failed["trigger"] and failed["signature"]):
+            verdict, reason = "CHANGED", bad[0]
+        else:
+            verdict = "REPRODUCED" if failed["trigger"] else "ABSENT"
+    absent = "FIX_VALIDATED" if os.environ.get("REPRODUCER_SIDE") == "patched" else "BUG_ABSENT"
+    word = {"REPRODUCED": "BUG_REPRODUCED", "ABSENT": absent}.get(verdict, verdict)
+    facts = json.dumps({**FACTS, "checks": CHECKS, "verdict": verdict})
+    print(json.dumps(json.loads(facts, parse_constant=lambda _: None)))  # NaN is no JSON.
+    print(f"{word}: {reason}" if reason else word)
+    sys.exit({"REPRODUCED": 10, "ABSENT": 0, "MEASURED": 0}.get(verdict, 125))
+
+
+def unexpected(kind, error, trace):
+    traceback.print_exception(kind, error, trace)
+    if issubclass(kind, ImportError):
+        finish("UNTESTABLE", "import")
+    if kind.__name__ in ("MemoryError", "OutOfMemoryError"):
+        finish("UNTESTABLE", "oom")
+    if issubclass(kind, Exception):
+        finish("CHANGED", kind.__name__)
+
+
+sys.excepthook = unexpected
+# --- end of report/1 ---
+
+if __name__ == "__main__":
+    main(torch.float16 if parser.parse_args().half else torch.bfloat16)
