@@ -59,7 +59,12 @@ def main(dtype):
         for how, (dtypes, said) in found[name].items():
             ran = "its kernel was not run" if device == "cpu" else said or "its kernel runs"
             print(f"{name} {how}: DT is {dtypes.get('DT')}; {ran}")
-    FACTS["metrics"] = {name: {how: {"dtypes": d, "said": s} for how, (d, s) in row.items()} for name, row in found.items()}
+    FACTS["metrics"] = {
+        name: {
+            how: {"tensors in fp32": list(d.values()).count("float32"), "dtypes": d, "said": s} for how, (d, s) in row.items()
+        }
+        for name, row in found.items()
+    }
     finish("MEASURED")
 
 

@@ -45,11 +45,13 @@ def release():
 
 def config_of(dtype):
     """A configuration of one rank."""
-    core = importlib.import_module("megatron.core")
+    parallel_state, tensor_parallel = (
+        importlib.import_module(f"megatron.core.{n}") for n in ("parallel_state", "tensor_parallel")
+    )
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-        core.parallel_state.initialize_model_parallel()
-        core.tensor_parallel.model_parallel_cuda_manual_seed(123)
+        parallel_state.initialize_model_parallel()
+        tensor_parallel.model_parallel_cuda_manual_seed(123)
     half = {"fp16" if dtype == torch.float16 else "bf16": True}
     return importlib.import_module("megatron.core.transformer").TransformerConfig(
         num_layers=1, hidden_size=256, num_attention_heads=4, params_dtype=dtype, use_cpu_initialization=device == "cpu", **half
@@ -58,11 +60,12 @@ def config_of(dtype):
 
 def layers(mamba_mixer, mamba3, config):
     """Three Mamba layers built for half precision, and a linear one in fp32. What is kept in fp32 has no round values."""
-    tensor_parallel = importlib.import_module("megatron.core").tensor_parallel
+    tensor_parallel = importlib.import_module("megatron.core.tensor_parallel")
     linear = {"in_proj": tensor_parallel.ColumnParallelLinear, "out_proj": tensor_parallel.RowParallelLinear}
-    groups, given = importlib.import_module("megatron.core.process_groups_config"), {"layer_number": 1}
+    given = {"layer_number": 1}
     for name, kind in (("pg_collection", "ProcessGroupCollection"), ("model_comm_pgs", "ModelCommProcessGroups")):
         if name in inspect.signature(mamba_mixer.MambaMixer).parameters:
+            groups = importlib.import_module("megatron.core.process_groups_config")
             given[name] = getattr(groups, kind).use_mpu_process_groups(required_pgs=["tp", "cp"])
     mixer = mamba_mixer.MambaMixer(config, mamba_mixer.MambaMixerSubmodules(**linear), config.hidden_size, **given)
     sizes = {"d_state": 128, "headdim": 64, "device": device, "dtype": config.params_dtype}
