@@ -1,16 +1,26 @@
-"""The fix: SparseMLA takes the number of value channels, and the dispatcher admits what the kernels are built for.
+"""The change: SparseMLA takes the number of value channels, and the dispatcher admits what the kernels can be built for.
 
 The kernels have their dimensions as parameters; what is fixed at 576 and 512 is the host code around them. Admitted are value channels and
-rotary tail that are powers of two, which the forward kernel asserts, and at least 64.
+other channels that are powers of two, which the forward kernel asserts, each at least a tile of 64, if what the forward keeps in shared
+memory fits the device: 64 query heads and two stages of 64 keys. The backward needs less.
 """
 
 from common.transforms import insert_before, replace
 
 _OPS = "megatron/core/transformer/experimental_attention_variant/ops"
 _SUPPORTED = '''\
-def _is_supported_sparse_mla_dims(total: int, v_channels: int) -> bool:
-    """Whether the SparseMLA kernels can be built for value channels and tail: powers of two, and at least a tile of 64."""
-    return all(n >= 64 and n & (n - 1) == 0 for n in (v_channels, total - v_channels))
+def _is_supported_sparse_mla_dims(query: torch.Tensor, v_channels: int) -> bool:
+    """Whether the SparseMLA kernels can be built for the channels and launched on the device of ``query``."""
+    total = query.size(-1)
+    if (total, v_channels) == (576, 512):
+        return True
+    if any(n < 64 or n & (n - 1) for n in (v_channels, total - v_channels)):
+        return False
+    limit = 232_448  # bytes of shared memory that a block can have on sm_90
+    if query.is_cuda:
+        properties = torch.cuda.get_device_properties(query.device)
+        limit = getattr(properties, "shared_memory_per_block_optin", 0)
+    return (64 + 2 * 64) * total * query.element_size() <= limit
 
 
 '''
@@ -21,7 +31,7 @@ FIX = {
         replace(
             "guard",
             r"^    if query\.size\(-1\) != 576 or v_channels != 512:\n( +#.*\n)+",
-            "    if not _is_supported_sparse_mla_dims(query.size(-1), v_channels):\n",
+            "    if not _is_supported_sparse_mla_dims(query, v_channels):\n",
         ),
         replace(
             "dispatch",

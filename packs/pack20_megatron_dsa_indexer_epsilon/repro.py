@@ -1,0 +1,159 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["einops", "megatron-core==0.16.1", "numpy>=1.26", "packaging", "torch==2.13.0", "triton==3.7.1"]
+# ///
+"""megatron-core: the loss of the DSA indexer adds 1e-10 to probabilities, and loses the gradients of those that are smaller.
+
+KL(target || index) is computed from log(index + 1e-10). A key whose index score is 23 or more below the row's logsumexp has a probability
+under 1e-10: its gradient, probability minus target, comes out as nearly nothing, and the indexer is not taught to look there. The scores
+here are those of normal inputs in the module's own scaling, and the same ones 8 times as far apart. Runs on a CPU or a GPU.
+Exits with 10 (BUG_REPRODUCED: gradients are wrong), 0 (BUG_ABSENT) or 125 (neither).
+"""
+
+import argparse
+import importlib
+import types
+import warnings
+from importlib.metadata import version
+
+import torch
+import torch.nn.functional as F
+
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+S, B, HEADS, H, D_ATTENTION, D = 512, 1, 128, 64, 192, 128  # tokens, sequences; heads and their channels as in DeepSeek-V3.2
+NAMES = "loss", "dq", "dweights", "dk"
+device = "cuda" if torch.cuda.is_available() else "cpu"
+alone = types.SimpleNamespace(tp=types.SimpleNamespace(size=lambda: 1))  # tensor-parallel group of one rank
+
+
+def release():
+    """The release's module of DeepSeek sparse attention."""
+    warnings.filterwarnings("ignore")
+    try:
+        dsa = importlib.import_module("megatron.core.transformer.experimental_attention_variant.dsa")
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("megatron.core."):
+            raise
+        finish("UNTESTABLE", "no-api")
+    gpu = "device:sm_{}{}".format(*torch.cuda.get_device_capability()) if device == "cuda" else "source"
+    FACTS.update(file=dsa.__file__, version=version("megatron-core"), evidence=gpu)
+    return dsa
+
+
+def inputs(S, B, heads, H, d, D, gain, dtype=torch.float32):
+    """q [S, B, H, D], weights [S, B, H] scaled as DSAIndexer does, times ``gain``, and k [S, B, D]; query, key [S, B, heads, d]."""
+    torch.manual_seed(0)
+    shapes = (S, B, H, D), (S, B, H), (S, B, D), (S, B, heads, d), (S, B, heads, d)
+    made = [torch.randn(shape, device=device) for shape in shapes]
+    made[1] *= gain * (H * D) ** -0.5
+    mask = torch.full((S, S), float("-inf"), device=device).triu_(1)  # causal
+    return [*(t.to(dtype).requires_grad_(i < 3) for i, t in enumerate(made)), mask]
+
+
+def loss_of(dsa, q, weights, k, query, key, mask, sparse=False, coefficient=1.0, group=alone, topk=8):
+    """The indexer's loss by the release's own entry. 0.16 makes the scores in a method of its indexer."""
+    scale = query.shape[-1] ** -0.5
+    if hasattr(dsa, "FusedDSAIndexerLoss"):
+        given = q, weights, k, query, key, scale, topk, coefficient, mask, sparse, group
+        return dsa.FusedDSAIndexerLoss.apply(*given)[1]
+    scores = dsa.DSAIndexer._compute_index_scores(None, q, weights, k) + mask
+    return dsa.compute_dsa_indexer_loss(scores, scores.topk(topk, -1)[1], query, key, scale, coefficient, sparse, group)
+
+
+def definition(q, weights, k, query, key, mask, sparse=False, topk=8):
+    """KL of the indexer's distribution from the attention's, [B, S, S] both, over all keys or over the indexer's top k; row mean."""
+    scores = (torch.einsum("sbhd,tbd->bhst", q, k).relu() * weights.permute(1, 2, 0)[..., None]).sum(1) + mask
+    if sparse:
+        mask = mask + torch.full_like(scores, float("-inf")).scatter_(-1, scores.topk(topk, -1)[1], 0)
+    log_index = (scores + mask).log_softmax(-1)
+    target = torch.einsum("sbhd,tbhd->bhst", query, key) * query.shape[-1] ** -0.5
+    target = (target + (mask if mask.ndim == 2 else mask[:, None])).softmax(-1).mean(1)
+    FACTS["metrics"]["probabilities under 1e-10"] = (log_index[~log_index.isinf()] < -23.03).double().mean().item()
+    return F.kl_div(log_index.masked_fill(log_index.isinf(), 0), target, reduction="sum") / (q.shape[0] * q.shape[1])
+
+
+def outcome(function, given, dtype=None):
+    """The loss and the gradients of q, weights and k, in fp64 if asked for."""
+    leaves = [t.detach().to(dtype or t.dtype).requires_grad_(t.requires_grad) for t in given]
+    loss = function(*leaves)
+    loss.backward()
+    return [loss.detach(), *(leaf.grad for leaf in leaves[:3])]
+
+
+def errors(dsa, given, **options):
+    """Relative errors of loss, dq, dweights and dk against fp64."""
+    got = outcome(lambda *leaves: loss_of(dsa, *leaves, **options), given)
+    want = outcome(lambda *leaves: definition(*leaves, **options), given, torch.float64)
+    return [((a - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True)]
+
+
+def main():
+    dsa = release()
+    for role, gain in (("control", 1), ("trigger", 8)):
+        found = errors(dsa, inputs(S, B, HEADS, H, D_ATTENTION, D, gain))
+        share = FACTS["metrics"].pop("probabilities under 1e-10")
+        FACTS["metrics"][f"scores times {gain}"] = {"probabilities under 1e-10": share, **dict(zip(NAMES, found, strict=True))}
+        for name, error in zip(NAMES, found, strict=True):
+            check(role, f"scores times {gain}, {share:.0%} of probabilities under 1e-10: {name}", error=error, limit=1e-4)
+    finish()
+
+
+# --- report/1: the same in every script, kept so by `python -m common tables`; docs/scripts.md says what the words mean ---
+import json
+import math
+import os
+import sys
+import traceback
+
+CHECKS, FACTS = [], {"report": 1, "evidence": "none", "metrics": {}}
+
+
+def check(role, name, ok=None, *, error=None, limit=None):
+    """Record whether the release behaves as a correct one: ``ok``, or ``error <= limit``. What is no finite number has failed."""
+    row = {"role": role, "name": name}
+    if limit is not None:
+        error = float(error) if error is not None and math.isfinite(error) else None
+        row |= {"error": error, "limit": limit}
+        ok = error is not None and error <= limit
+    CHECKS.append({**row, "ok": bool(ok)})
+    shown = "" if limit is None else "  not finite" if error is None else f"  {error:.2e} (limit {limit:.0e})"
+    words = ("seen", "not seen") if role == "signature" else ("ok", "FAIL")
+    print(f"{role:<9} {words[not ok]:<8} {name}{shown}", flush=True)
+
+
+def finish(verdict=None, reason=""):
+    """Print the verdict that the checks give, or CHANGED, UNTESTABLE or MEASURED; exit with 10, 0 or 125."""
+    failed = {
+        role: [c["name"] for c in CHECKS if c["role"] == role and not c["ok"]] for role in ("control", "trigger", "signature")
+    }
+    if verdict is None:
+        if not {"control", "trigger"} <= {c["role"] for c in CHECKS}:
+            verdict, reason = "CHANGED", "nothing was checked"
+        elif bad := failed["control"] or (failed["trigger"] and failed["signature"]):
+            verdict, reason = "CHANGED", bad[0]
+        else:
+            verdict = "REPRODUCED" if failed["trigger"] else "ABSENT"
+    absent = "FIX_VALIDATED" if os.environ.get("REPRODUCER_SIDE") == "patched" else "BUG_ABSENT"
+    word = {"REPRODUCED": "BUG_REPRODUCED", "ABSENT": absent}.get(verdict, verdict)
+    facts = json.dumps({**FACTS, "checks": CHECKS, "verdict": verdict})
+    print(json.dumps(json.loads(facts, parse_constant=lambda _: None)))  # NaN is no JSON.
+    print(f"{word}: {reason}" if reason else word)
+    sys.exit({"REPRODUCED": 10, "ABSENT": 0, "MEASURED": 0}.get(verdict, 125))
+
+
+def unexpected(kind, error, trace):
+    traceback.print_exception(kind, error, trace)
+    if issubclass(kind, ImportError):
+        finish("UNTESTABLE", "import")
+    if kind.__name__ in ("MemoryError", "OutOfMemoryError"):
+        finish("UNTESTABLE", "oom")
+    if issubclass(kind, Exception):
+        finish("CHANGED", kind.__name__)
+
+
+sys.excepthook = unexpected
+# --- end of report/1 ---
+
+if __name__ == "__main__":
+    parser.parse_args()
+    main()
