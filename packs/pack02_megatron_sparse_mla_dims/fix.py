@@ -1,8 +1,8 @@
 """The change: SparseMLA takes the number of value channels, and the dispatcher admits what the kernels can be built for.
 
-The kernels have their dimensions as parameters; what is fixed at 576 and 512 is the host code around them. Admitted are value channels and
-other channels that are powers of two, which the forward kernel asserts, each at least a tile of 64, if what the forward keeps in shared
-memory fits the device: 64 query heads and two stages of 64 keys. The backward needs less.
+The kernels have their dimensions as parameters; what is fixed at 576 and 512 is the host code around them. Admitted are a tail of 64 channels,
+which is MLA's, beside value channels that are a power of two, which the forward kernel asserts, and at least a tile of 64; if the forward's
+shared memory fits the device: 64 query heads, two stages of 64 keys, and 10 KiB of scores, indices and sums. The backward needs less.
 """
 
 from common.transforms import insert_before, replace
@@ -14,13 +14,13 @@ def _is_supported_sparse_mla_dims(query: torch.Tensor, v_channels: int) -> bool:
     total = query.size(-1)
     if (total, v_channels) == (576, 512):
         return True
-    if any(n < 64 or n & (n - 1) for n in (v_channels, total - v_channels)):
+    if total - v_channels != 64 or v_channels < 64 or v_channels & (v_channels - 1):
         return False
     limit = 232_448  # bytes of shared memory that a block can have on sm_90
     if query.is_cuda:
         properties = torch.cuda.get_device_properties(query.device)
         limit = getattr(properties, "shared_memory_per_block_optin", 0)
-    return (64 + 2 * 64) * total * query.element_size() <= limit
+    return (64 + 2 * 64) * total * query.element_size() + 10 * 1024 <= limit
 
 
 '''

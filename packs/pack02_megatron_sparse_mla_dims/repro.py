@@ -18,8 +18,9 @@ import torch
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 DSA = "megatron.core.transformer.experimental_attention_variant"
+SCALE = 0.05  # MLA's is that of its heads before they are absorbed, and not total ** -0.5
 device = "cuda" if torch.cuda.is_available() else "cpu"
-launched = []  # what kernels were built for: (kernel, value channels, other channels, heads)
+launched = []  # what kernels were built for: name, heads, value channels, other channels, top-k, scale
 
 
 def release():
@@ -40,16 +41,23 @@ def release():
         return tilelang_dsa
 
     def forward(**given):
-        launched.append(("forward", given["dim"], given["tail_dim"], given["heads"]))
+        launched.append(("forward", given["heads"], given["dim"], given["tail_dim"], given["topk"], given["sm_scale"]))
         return lambda q, kv, indices: (q.new_zeros(*q.shape[:3], given["dim"]), q.new_zeros(q.shape[:3], dtype=torch.float32))
 
-    def backward(heads, dim, tail, *_):
-        launched.append(("backward", dim, tail, heads))
+    def preprocess(*given):
+        launched.append(("delta", *given))
+        return lambda o, do: o.new_zeros(o.shape[:3], dtype=torch.float32)
+
+    def backward(heads, dim, tail, topk, group, scale, *_):
+        launched.append(("backward", heads, dim, tail, topk, scale))
         return lambda q, kv, do, indices, lse, delta, dkv: torch.zeros_like(q)
 
+    def postprocess(*given):
+        launched.append(("dkv", *given))
+        return lambda dkv: dkv.to(torch.bfloat16)
+
     fwd._get_sparse_mla_fwd_kernel, bwd._get_bwd_kernel = forward, backward
-    bwd._get_preprocess_kernel = lambda heads, dim: lambda o, do: o.new_zeros(o.shape[:3], dtype=torch.float32)
-    bwd._get_postprocess_kernel = lambda dim, tail, group: lambda dkv: dkv.to(torch.bfloat16)
+    bwd._get_preprocess_kernel, bwd._get_postprocess_kernel = preprocess, postprocess
     return tilelang_dsa
 
 
@@ -68,7 +76,7 @@ def definition(query, key, indices, value):
     """Attention of each row over its keys, dense; a row without keys is zero. [S, B, heads, value]."""
     chosen = torch.zeros(*indices.shape[:2], key.shape[0] + 1, dtype=torch.bool, device=device)
     chosen.scatter_(-1, torch.where(indices < 0, key.shape[0], indices), True)
-    scores = torch.einsum("sbhd,tbd->bhst", query, key[:, :, 0]) * query.shape[-1] ** -0.5
+    scores = torch.einsum("sbhd,tbd->bhst", query, key[:, :, 0]) * SCALE
     weights = scores.masked_fill(~chosen[:, None, :, :-1], float("-inf")).softmax(-1).nan_to_num(0.0)
     return torch.einsum("bhst,tbd->sbhd", weights, key[:, :, 0, :value])
 
@@ -78,15 +86,18 @@ def judge(tilelang_dsa, role, total, value, **sizes):
     query, key, indices = inputs(total, **sizes)
     heads, name = query.shape[2], f"{total} channels, {value} of value, {query.shape[2]} heads"
     launched.clear()
-    out = tilelang_dsa.fused_sparse_mla_absorbed(query, key, indices, total**-0.5, value)
+    out = tilelang_dsa.fused_sparse_mla_absorbed(query, key, indices, SCALE, value)
     if out is None:
         return check(role, f"{name}: runs fused", False)
     gradient = torch.randn_like(out)
     out.backward(gradient)
     if device == "cpu":
-        built = [(kernel, value, total - value, max(heads, 16)) for kernel in ("forward", "forward", "backward")]
+        n, tail, topk = max(heads, 16), total - value, -(-indices.shape[-1] // 64) * 64
+        once, backward = ("forward", n, value, tail, topk, SCALE), ("backward", n, value, tail, topk, SCALE)
+        built = {once, backward, ("delta", n, value), ("dkv", value, tail, 1)}
+        right = set(launched) == built and launched.count(once) == 2 and len(launched) == 5
         shapes = [out.shape == (*query.shape[:3], value), query.grad.shape == query.shape, key.grad.shape == key.shape]
-        return check(role, f"{name}: forward, recomputation and backward are built for it", launched == built and all(shapes))
+        return check(role, f"{name}: forward, recomputation and backward are built for it", right and all(shapes))
     exact = [t.detach().double().requires_grad_() for t in (query, key)]
     right = definition(*exact, indices, value)
     right.backward(gradient.double())

@@ -12,39 +12,79 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import distribution
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
-from repro import DSA, FACTS, check, device, finish, inputs, judge, launched, release
+from repro import DSA, FACTS, SCALE, check, device, finish, inputs, judge, launched, release
 
 LIMIT = 232_448  # bytes of shared memory that a block can have on sm_90; CUDA C++ Programming Guide, compute capabilities
 ADMITTED = ((128, 64), (192, 128), (320, 256), (576, 512))
-#: Total and value channels: too large for shared memory, no powers of two (which the forward asserts), and tails under a tile of 64.
-REFUSED = ((640, 512), (768, 512), (1024, 512), (1088, 1024), (160, 96), (208, 128), (80, 64), (144, 128), (128, 80), (64, 64))
+#: Total and value channels: too large for shared memory, no powers of two (which the forward asserts), and tails other than MLA's.
+REFUSED = (
+    (640, 512),
+    (768, 512),
+    (1024, 512),
+    (1088, 1024),
+    (160, 96),
+    (208, 128),
+    (80, 64),
+    (256, 192),
+    (128, 80),
+    (64, 64),
+    (256, 128),
+)
+KERNELS = {"forward": "sparse_mla_fwd", "backward": "bwd", "delta": "preprocess", "dkv": "postprocess"}
 
 
-def lower(folder, kernel, total, value):
-    """A hash of one kernel's source for 64 heads and top-k of 64, and its shared memory in bytes."""
+def lower(folder, total, value):
+    """Of each kernel for 64 heads and top-k of 2048: a hash of its source, and its shared memory in bytes."""
     import tilelang
     from tilelang import tvm
 
-    spec = importlib.util.spec_from_file_location(f"{DSA}.ops.lowered", f"{folder}/tilelang_sparse_mla_{kernel}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    built = module.sparse_mla_fwd if kernel == "fwd" else module.bwd
-    function = built.get_tir(64, value, total - value, 64, 1, 0.1)
-    passes = {getattr(key, "value", key): setting for key, setting in (built.pass_configs or {}).items()}
-    with tvm.transform.PassContext(opt_level=3, config=passes), tvm.target.Target({"kind": "cuda", "arch": "sm_90a"}) as target:
-        artifact = tilelang.lower(function, target=target, enable_host_codegen=False, enable_device_compile=False)
-    shared = [
-        f.attrs["dyn_shared_memory_buf"] for f in artifact.device_mod.functions.values() if "dyn_shared_memory_buf" in f.attrs
-    ]
-    return {"sha256": hashlib.sha256(artifact.kernel_source.encode()).hexdigest(), "shared": max(map(int, shared))}
+    sizes, found = {"delta": (64, value), "dkv": (value, total - value, 1)}, {}
+    for kernel, name in KERNELS.items():
+        path = f"{folder}/tilelang_sparse_mla_{'fwd' if kernel == 'forward' else 'bwd'}.py"
+        spec = importlib.util.spec_from_file_location(f"{DSA}.ops.lowered", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        built = getattr(module, name)
+        function = built.get_tir(*sizes.get(kernel, (64, value, total - value, 2048, 1, 0.1)))
+        passes = {getattr(key, "value", key): setting for key, setting in (built.pass_configs or {}).items()}
+        target = tvm.target.Target({"kind": "cuda", "arch": "sm_90a"})
+        with tvm.transform.PassContext(opt_level=3, config=passes), target:
+            artifact = tilelang.lower(function, target=target, enable_host_codegen=False, enable_device_compile=False)
+        attributes = [f.attrs for f in artifact.device_mod.functions.values()]
+        shared = [int(a["dyn_shared_memory_buf"]) for a in attributes if "dyn_shared_memory_buf" in a]
+        found[kernel] = {
+            "sha256": hashlib.sha256(artifact.kernel_source.encode()).hexdigest(),
+            "shared": max(shared, default=0),
+        }
+    return found
 
 
 def in_its_own_process(job):
     done = subprocess.run([sys.executable, __file__, *map(str, job)], capture_output=True, text=True)
     said = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
     return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"error": said[:200]}
+
+
+def refused(dispatcher, name, query, key, indices, value):
+    launched.clear()
+    out = dispatcher.fused_sparse_mla_absorbed(query, key, indices, SCALE, value)
+    check("trigger", f"{name}: stays unfused", out is None and not launched)
+
+
+def admitted_on(limit, dispatcher, total, value):
+    """Whether a shape is fused on a device whose blocks can have so much shared memory: CPU tensors that say they are there, and its properties replaced."""
+    known, torch.cuda.get_device_properties = (
+        torch.cuda.get_device_properties,
+        lambda *_: SimpleNamespace(shared_memory_per_block_optin=limit),
+    )
+    torch.Tensor.is_cuda = True
+    out = dispatcher.fused_sparse_mla_absorbed(*inputs(total), SCALE, value)
+    torch.cuda.get_device_properties = known
+    del torch.Tensor.is_cuda
+    return out is not None
 
 
 def main():
@@ -64,26 +104,38 @@ def main():
             for total, value in ADMITTED:
                 judge(dispatcher, "trigger", total, value, heads=heads)
     for total, value in REFUSED:
-        launched.clear()
+        refused(dispatcher, f"{total} channels, {value} of value", *inputs(total), value)
+    for total, value in ((192, 128), (576, 512)):
+        name = f"{total} channels, {value} of value"
+        for heads in (24, 48, 192):
+            refused(dispatcher, f"{name}, {heads} heads", *inputs(total, heads=heads), value)
+        for topk in (32, 96):
+            refused(dispatcher, f"{name}, top-k of {topk}", *inputs(total, topk=topk), value)
         query, key, indices = inputs(total)
-        out = dispatcher.fused_sparse_mla_absorbed(query, key, indices, total**-0.5, value)
-        check("trigger", f"{total} channels, {value} of value: stays unfused", out is None and not launched)
+        refused(dispatcher, f"{name}, fp16", query.half(), key.half(), indices, value)
+        refused(dispatcher, f"{name}, two groups of keys", query, key.expand(-1, -1, 2, -1), indices, value)
     if device == "cpu":
         here = Path(FACTS["file"]).parent
         there = distribution("megatron-core").locate_file(f"{DSA.replace('.', '/')}/ops")
-        jobs = {
-            (f"{total}/{value}", kernel): (here, kernel, total, value) for total, value in ADMITTED for kernel in ("fwd", "bwd")
-        }
-        jobs |= {("as released", kernel): (there, kernel, 576, 512) for kernel in ("fwd", "bwd")}
+        jobs = {f"{total}/{value}": (here, total, value) for total, value in ADMITTED} | {"as released": (there, 576, 512)}
         with ThreadPoolExecutor(2) as pool:
-            found = dict(zip(jobs, pool.map(in_its_own_process, jobs.values()), strict=True))
+            lowered = dict(zip(jobs, pool.map(in_its_own_process, jobs.values()), strict=True))
+        found = {(shape, k): kernels.get(k, kernels) for shape, kernels in lowered.items() for k in KERNELS}
         FACTS["metrics"]["shared memory, bytes"] = {" ".join(job): what.get("shared") for job, what in found.items()}
         for (shape, kernel), what in found.items():
             role, fits = "control" if shape == "as released" else "trigger", what.get("shared", LIMIT + 1) <= LIMIT
             detail = what.get("error") or f"{what['shared']:,} bytes of shared memory, {LIMIT:,} at most"
             check(role, f"{shape}, {kernel}: lowered for sm_90a, {detail}", fits)
-        same = all(found["576/512", kernel] == found["as released", kernel] for kernel in ("fwd", "bwd"))
+        same = all(found["576/512", kernel] == found["as released", kernel] for kernel in KERNELS)
         check("trigger", "576/512: the kernels' source and shared memory are the release's", same)
+        for limit, name in ((101_376, "an RTX 4090"), (166_912, "an A100"), (232_448, "an H100")):
+            for total, value in ADMITTED[:-1]:
+                fits = found[f"{total}/{value}", "forward"].get("shared", LIMIT) <= limit
+                check(
+                    "trigger",
+                    f"{total}/{value}: {'fused' if fits else 'unfused'} on {name}",
+                    admitted_on(limit, dispatcher, total, value) == fits,
+                )
     else:
         torch.cuda.synchronize()
     finish()
@@ -91,6 +143,6 @@ def main():
 
 if __name__ == "__main__":
     if sys.argv[1:]:
-        print(json.dumps(lower(*sys.argv[1:3], *map(int, sys.argv[3:5]))))
+        print(json.dumps(lower(sys.argv[1], *map(int, sys.argv[2:4]))))
     else:
         main()

@@ -1,8 +1,9 @@
 """The fix: with the indexer's loss, heads are added up in blocks, forward and backward, and no [B, heads, S, S] tensor is made.
 
 Three sums over heads: the index scores, their gradients (0.17 on; in 0.16 autograd's), and the target, which is attention's softmax added
-up over its heads. A block is one head from S = 4096, B = 8 on, and all of them where that is small. The release's own lines make the
-masks, of one head. Without the loss nothing changes. Sums over heads are in another order than the release's.
+up over its heads. A block is one head once B · S² is over 2²³, and all of them where that is small. The release's own lines make
+the masks, of one head. What computes no loss is as it was: from 0.17 on another call, in 0.16 where no gradient is asked for. Sums over heads
+are in another order than the release's.
 """
 
 from common.transforms import insert_before, replace

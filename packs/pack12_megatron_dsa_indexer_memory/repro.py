@@ -49,37 +49,47 @@ def release():
 
 
 def inputs(S, B, heads, H, d, D, dtype=torch.float32, size=1.0):
-    """q [S, B, H, D], weights [S, B, H], k [S, B, D], which get gradients; query, key [S, B, heads, d]; the causal mask [S, S]."""
+    """q [S, B, H, D], weights [S, B, H], k [S, B, D], which get gradients; query, key [S, B, heads, d]."""
     torch.manual_seed(0)
     shapes = (S, B, H, D), (S, B, H), (S, B, D), (S, B, heads, d), (S, B, heads, d)
     made = [torch.randn(shape, device=device, dtype=dtype).mul_(size) for shape in shapes]
-    return [t.requires_grad_(i < 3) for i, t in enumerate(made)] + [torch.full((S, S), float("-inf"), device=device).triu_(1)]
+    return [t.requires_grad_(i < 3) for i, t in enumerate(made)]
 
 
-def loss_of(dsa, q, weights, k, query, key, mask, topk=8, sparse=False, group=alone, *more):
-    """The indexer's loss and its top-k indices, by the release's own entry. 0.16 makes the scores in a method of its indexer."""
-    scale = query.shape[-1] ** -0.5
+def causal(S):
+    return torch.full((S, S), float("-inf"), device=device).triu_(1)
+
+
+def loss_of(dsa, q, weights, k, query, key, mask=None, scale=None, topk=8, coefficient=1.0, sparse=False, group=alone, more=()):
+    """The indexer's loss and its top-k indices, by the release's own entry; causal as its attention asks for it, if no mask is given.
+
+    0.16 makes the scores in a method of its indexer. From 0.19 on a causal mask is handed on as the bounds of each row's keys.
+    """
+    scale, rows = scale or query.shape[-1] ** -0.5, torch.arange(q.shape[0], device=q.device)
+    mask = mask(len(rows)) if callable(mask) else mask
+    if mask is None and not more:
+        mask, more = (None, (0 * rows, rows + 1)) if hasattr(dsa, "dsa_masking") else (causal(len(rows)), ())
     if hasattr(dsa, "FusedDSAIndexerLoss"):
-        given = q, weights, k, query, key, scale, topk, 1.0, mask, sparse, group, *more
+        given = q, weights, k, query, key, scale, topk, coefficient, mask, sparse, group, *more
         return dsa.FusedDSAIndexerLoss.apply(*given)[::-1]
     scores = dsa.DSAIndexer._compute_index_scores(None, q, weights, k) + mask
     picked = scores.topk(topk, -1)[1]
-    return dsa.compute_dsa_indexer_loss(scores, picked, query, key, scale, 1.0, sparse, group), picked
+    return dsa.compute_dsa_indexer_loss(scores, picked, query, key, scale, coefficient, sparse, group), picked
 
 
-def definition(q, weights, k, query, key, mask):
+def definition(q, weights, k, query, key):
     """KL of the indexer's distribution from the attention's, [B, S, S] both; the mean over rows."""
-    scores = torch.einsum("sbhd,tbd->bhst", q, k).relu() * weights.permute(1, 2, 0)[..., None]
+    mask, scores = causal(len(q)), torch.einsum("sbhd,tbd->bhst", q, k).relu() * weights.permute(1, 2, 0)[..., None]
     log_index = (scores.sum(1) + mask).log_softmax(-1)
     target = (torch.einsum("sbhd,tbhd->bhst", query, key) * query.shape[-1] ** -0.5 + mask).softmax(-1).mean(1)
     return F.kl_div(log_index.masked_fill(mask.isinf(), 0), target, reduction="sum") / (q.shape[0] * q.shape[1])
 
 
-def peaks(dsa, *shape):
-    """GiB above the inputs at the peak of the forward and of the backward; of the last step alone that memory sufficed for."""
+def peaks(dsa, **options):
+    """GiB above the inputs at the peak of the forward and of the backward; as far as memory suffices."""
     given, found, fake, tracker = [], [], FakeTensorMode(), MemTracker()
-    draw = lambda: given.extend(inputs(*shape, dtype=torch.bfloat16))  # noqa: E731
-    for step in (draw, lambda: given.append(loss_of(dsa, *given)[0]), lambda: given[-1].backward()):
+    draw = lambda: given.extend(inputs(S, B, HEADS, H, D_ATTENTION, D, dtype=torch.bfloat16))  # noqa: E731
+    for step in (draw, lambda: given.append(loss_of(dsa, *given, **options)[0]), lambda: given[-1].backward()):
         if device == "cpu":
             with fake, tracker:
                 step()
@@ -107,7 +117,7 @@ def main():
     pairs = [(loss, right), *((a.grad, b.grad) for a, b in zip(given[:3], exact, strict=False))]
     for name, (got, want) in zip(("loss", "dq", "dweights", "dk"), pairs, strict=True):
         check("control", f"{name} in fp32 against fp64", error=((got - want).norm() / want.norm()).item(), limit=1e-5)
-    for name, peak in zip(("forward", "backward"), peaks(dsa, S, B, HEADS, H, D_ATTENTION, D), strict=False):
+    for name, peak in zip(("forward", "backward"), peaks(dsa), strict=False):
         FACTS["metrics"][f"{name} peak GiB"] = peak
         check("trigger", f"{name}: peak of {peak:.2f} GiB, {LIMIT} at most", peak <= LIMIT)
     if "out of memory" in FACTS["metrics"] and all(row["ok"] for row in CHECKS):

@@ -1,6 +1,7 @@
 """The fix: the indexer's log probabilities come from log_softmax, and their gradient is what it is: probability minus target.
 
-0.19.0 computes it so (d1cab16a01, #5099). Keys that are masked keep the value that the release gives them, log(1e-10).
+Log probabilities and gradient are as 0.19.0 has them (d1cab16a01, #5099). What is masked is not: masked keys keep the value that the release
+gives them here, log(1e-10), and a row without any key stays NaN.
 """
 
 from common.transforms import replace
@@ -11,6 +12,7 @@ FIX = {
             "log-probabilities",
             r"^    index_scores = torch\.nn\.functional\.softmax\(index_scores, dim=-1, dtype=torch\.float32\)\n",
             "    masked = index_scores == float('-inf')\n"
+            "    masked &= ~masked.all(dim=-1, keepdim=True)  # a row without keys has no probabilities, and stays so\n"
             "    index_log_scores = torch.nn.functional.log_softmax(index_scores, dim=-1, dtype=torch.float32)\n"
             "    index_log_scores = index_log_scores.masked_fill(masked, math.log(1e-10))\n",
         ),

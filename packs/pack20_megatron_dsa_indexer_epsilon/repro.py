@@ -4,8 +4,8 @@
 # ///
 """megatron-core: the loss of the DSA indexer adds 1e-10 to probabilities, and loses the gradients of those that are smaller.
 
-KL(target || index) is computed from log(index + 1e-10). A key whose index score is 23 or more below the row's logsumexp has a probability
-under 1e-10: its gradient, probability minus target, comes out as nearly nothing, and the indexer is not taught to look there. The scores
+KL(target || index) is computed from log(index + 1e-10). The gradient of a key's score is its probability p minus its target; what comes out
+has the target times p / (p + 1e-10): half of it at p = 1e-10, a hundredth at 1e-12. So the indexer is not taught to look there. The scores
 here are those of normal inputs in the module's own scaling, and the same ones 8 times as far apart. Runs on a CPU or a GPU.
 Exits with 10 (BUG_REPRODUCED: gradients are wrong), 0 (BUG_ABSENT) or 125 (neither).
 """
@@ -51,13 +51,14 @@ def inputs(S, B, heads, H, d, D, gain, dtype=torch.float32):
 
 
 def loss_of(dsa, q, weights, k, query, key, mask, sparse=False, coefficient=1.0, group=alone, topk=8):
-    """The indexer's loss by the release's own entry. 0.16 makes the scores in a method of its indexer."""
+    """The indexer's loss and its top-k indices, by the release's own entry. 0.16 makes the scores in a method of its indexer."""
     scale = query.shape[-1] ** -0.5
     if hasattr(dsa, "FusedDSAIndexerLoss"):
         given = q, weights, k, query, key, scale, topk, coefficient, mask, sparse, group
-        return dsa.FusedDSAIndexerLoss.apply(*given)[1]
+        return dsa.FusedDSAIndexerLoss.apply(*given)[::-1]
     scores = dsa.DSAIndexer._compute_index_scores(None, q, weights, k) + mask
-    return dsa.compute_dsa_indexer_loss(scores, scores.topk(topk, -1)[1], query, key, scale, coefficient, sparse, group)
+    picked = scores.topk(topk, -1)[1]
+    return dsa.compute_dsa_indexer_loss(scores, picked, query, key, scale, coefficient, sparse, group), picked
 
 
 def definition(q, weights, k, query, key, mask, sparse=False, topk=8):
@@ -82,7 +83,7 @@ def outcome(function, given, dtype=None):
 
 def errors(dsa, given, **options):
     """Relative errors of loss, dq, dweights and dk against fp64."""
-    got = outcome(lambda *leaves: loss_of(dsa, *leaves, **options), given)
+    got = outcome(lambda *leaves: loss_of(dsa, *leaves, **options)[0], given)
     want = outcome(lambda *leaves: definition(*leaves, **options), given, torch.float64)
     return [((a - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True)]
 
