@@ -90,15 +90,10 @@ def admitted_on(limit, dispatcher, total, value):
 def main():
     dispatcher = release()
     if device == "cuda":
+        # each size is compiled: half a minute
         for total, value in ADMITTED:
-            for sizes in (
-                {"heads": 8},
-                {"heads": 16},
-                {"heads": 128},
-                {"S": 300, "topk": 128, "B": 1},
-                {"S": 2048, "B": 1, "topk": 1024},
-            ):
-                judge(dispatcher, "control" if total == 576 else "trigger", total, value, **sizes)
+            judge(dispatcher, "control" if total == 576 else "trigger", total, value, heads=8, S=300, B=1, topk=128)
+        judge(dispatcher, "trigger", 192, 128, heads=128, S=2048, B=1, topk=1024)
     else:
         for heads in (8, 16, 128):
             for total, value in ADMITTED:
