@@ -12,14 +12,12 @@ Exits with 10 (BUG_REPRODUCED: the gradient has 8 bits), 0 (BUG_ABSENT) or 125 (
 import argparse
 import importlib
 import inspect
-import os
 import warnings
 from importlib.metadata import distribution
 
 import torch
 import torch.nn.functional as F
 
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 S, B, V = 128, 4, 32000
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -42,6 +40,7 @@ def release():
     FACTS.update(file=fusion.__file__, version=found.version, evidence=gpu)
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
     fused, more = fusion.fused_vocab_parallel_cross_entropy, []
     if "tp_group" in inspect.signature(fused).parameters:
@@ -81,12 +80,14 @@ def main():
         check("control", f"{name}: the losses against fp64", error=error(outcome(fused, *given)[0], right), limit=1e-5)
         off, other = (error(outcome(function, *given)[1], gradient) for function in (fused, unfused))
         FACTS["metrics"][name] = {"fused": off, "unfused": other, "least": least}
-        bound = 2 * least if least else 1e-5
         if dtype == torch.bfloat16:
-            check("control", f"bf16: the gradient is {off:.1e} off, rounding alone {least:.1e}", off <= bound)
+            check("control", "bf16: the fused gradient is as near as bf16 can be", off <= 1.5 * least)
             continue
-        check("control", f"{name}: the unfused gradient is {other:.1e} off", other <= max(bound, 1e-5))
-        check("trigger", f"{name}: the fused gradient is {off:.1e} off; rounding alone {least:.1e}", off <= max(bound, 1e-5))
+        check("control", f"{name}: the unfused gradient is as near as {name} can be", other <= max(1.5 * least, 1e-6))
+        if dtype == torch.float16:  # 8 bits in place of 11: too near each other for a limit with a margin
+            check("trigger", "fp16: the fused gradient is as near as fp16 can be", off <= 1.5 * least)
+        else:
+            check("trigger", "fp32: the fused gradient against fp64", error=off, limit=1e-5)
     finish()
 
 
