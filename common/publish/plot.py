@@ -101,9 +101,9 @@ def errors(runs: Sequence[Seen], title: str) -> str | None:
 
 
 def peaks(runs: Iterable[Seen], title: str) -> str | None:
-    """An SVG of the peak memory (GiB) that a patched run measured over lengths, in its metric ``peak_gib``; None without such a run.
+    """An SVG of the peak memory that a patched run measured over lengths; None without such a run.
 
-    The metric is ``{"1024": {"fused": 0.02, "unfused": 0.5}, …}``, with null for out of memory, drawn as a gap.
+    Its metrics are ``{"S=1024, GiB": {"fused": 0.02, "unfused": 0.5}, …}``, with null for out of memory, drawn as a gap.
     """
     found = next((peak for seen in runs if (peak := _peaks(seen))), None)
     if found is None:
@@ -138,15 +138,11 @@ def peaks(runs: Iterable[Seen], title: str) -> str | None:
 
 
 def _peaks(seen: Seen) -> dict[str, dict[str, float | None]]:
-    if not seen.cell.variant or seen.side != "patched" or seen.outcome != "ABSENT":
+    if seen.side != "patched" or seen.outcome != "MEASURED":
         return {}
-    metric = seen.document().facts.metrics.get("peak_gib")
-    rows = list(metric.items()) if isinstance(metric, dict) else []
-    sound = all(
-        name.isdecimal() and isinstance(row, dict) and all(v is None or isinstance(v, int | float) for v in row.values())
-        for name, row in rows
-    )
-    return dict(rows) if sound else {}
+    lengths = ((re.fullmatch(r"S=(\d+), GiB", name), row) for name, row in seen.document().facts.metrics.items())
+    rows = {length[1]: row for length, row in lengths if length and isinstance(row, dict)}
+    return rows if all(v is None or isinstance(v, int | float) for row in rows.values() for v in row.values()) else {}
 
 
 def _finished(figure: Any, axes: Any, title: str) -> str:
