@@ -41,8 +41,10 @@ def add_pack_sessions(folder: Path) -> None:
     try:
         description = nox.project.load_toml(folder / "pack.toml")
         title, package, pinned, kind = (description[key] for key in ("title", "package", "pinned", "kind"))
+        variants = description.get("variants", {}).items()
+        commits = [n for n, variant in variants if isinstance(variant, dict) and variant.get("pinned")]
     except (ValueError, KeyError, OSError):  # The runner says what is wrong with it; the other sessions go on.
-        title, package, pinned, kind = f"{folder.name}/pack.toml is not sound", "unknown", (), ""
+        title, package, pinned, kind, commits = f"{folder.name}/pack.toml is not sound", "unknown", (), "", ()
 
     @nox.session(name=name, default=False, tags=["pack", package])
     def pack(session: nox.Session) -> None:
@@ -50,15 +52,17 @@ def add_pack_sessions(folder: Path) -> None:
 
     pack.__doc__ = pack.func.__doc__ = f"{title}."
     for version in pinned if kind != "selftest" else ():
-        add_release_session(name, version, package)
+        add_release_session(name, package, version, "--release")
+    for commit in commits:
+        add_release_session(name, package, commit, "--variant")
 
 
-def add_release_session(name: str, version: str, package: str) -> None:
-    @nox.session(name=f"{name}({version})", default=False)
+def add_release_session(name: str, package: str, which: str, option: str) -> None:
+    @nox.session(name=f"{name}({which})", default=False)
     def release(session: nox.Session) -> None:
-        runner(session, "run", name, "--release", version, *session.posargs)
+        runner(session, "run", name, option, which, *session.posargs)
 
-    release.__doc__ = release.func.__doc__ = f"{name} on {package} {version}."
+    release.__doc__ = release.func.__doc__ = f"{name} on {package} {which}."
 
 
 for folder in sorted((ROOT / "packs").glob("pack[0-9][0-9]_*")):

@@ -25,6 +25,8 @@ class Transform:
     edit: Callable[[str], str]
     #: Only some releases need it. A file all of whose edits are optional need not be in a release.
     optional: bool = False
+    #: A file of the release without which the edit is left out.
+    needs: str = ""
 
     def __call__(self, source: str) -> str:
         return self.edit(source)
@@ -34,11 +36,13 @@ class Transform:
 Fix = Mapping[str, Sequence[Transform]]
 
 
-def replace(name: str, anchor: str, replacement: str | Callable[[re.Match[str]], str], *, optional: bool = False) -> Transform:
+def replace(
+    name: str, anchor: str, replacement: str | Callable[[re.Match[str]], str], *, optional: bool = False, needs: str = ""
+) -> Transform:
     """Replace the one match of the regular expression ``anchor`` (multi-line, ``.`` stops at a line's end).
 
     ``optional`` is for an edit that only some releases need (an option that older ones lack): no match is then no error,
-    two still are.
+    two still are. ``needs`` is for one that is wrong where the release lacks a file, which it imports, say.
     """
     pattern = re.compile(anchor, re.MULTILINE)
 
@@ -50,7 +54,7 @@ def replace(name: str, anchor: str, replacement: str | Callable[[re.Match[str]],
             return source
         raise AnchorError(f"transform {name!r}: anchor {anchor!r} was found {found} times, not once")
 
-    return Transform(name, edit, optional)
+    return Transform(name, edit, optional, needs)
 
 
 def insert_after(name: str, anchor: str, code: str, *, optional: bool = False) -> Transform:

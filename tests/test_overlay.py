@@ -108,6 +108,12 @@ def test_an_anchor_that_is_not_right_is_a_plain_error_and_leaves_no_overlay(site
     assert not (tmp_path / "overlay").exists()
 
 
+def test_an_edit_that_needs_a_file_is_left_out_where_the_release_lacks_it(site, tmp_path):
+    for file, length in (("toy/__init__.py", 1), ("toy/gone.py", 0)):
+        fix = {"toy/__init__.py": (replace("sum", r"xs\[0\] \* len\(xs\)", "sum(xs)", needs=file),)}
+        assert bool(apply_fix(fix, site, tmp_path / "overlay")) == length
+
+
 def test_edits():
     assert replace("none", "zzz", "y", optional=True)(SOURCE) == SOURCE
     assert insert_after("a", r"^def .*\n", "    #\n")("def f():\n    pass\n") == "def f():\n    #\n    pass\n"

@@ -93,6 +93,8 @@ def test_an_upstream_that_asks_for_a_newer_python_is_told_of_it_where_this_one_i
         ('"<2" = { verdict = "REPRODUCED"', '"<2" = { verdict = "REPRODUCED\\n"', r"expected.<2.verdict"),
         ('pinned = ["1.0"]', 'pinned = ["1.0"]\nprefix = "src/\\n"', "prefix"),
         ('pinned = ["1.0"]', 'pinned = ["1.0"]\nvariants = { a = { sorce = "x" } }', "variants.a: .*known are arguments, lane"),
+        ('pinned = ["1.0"]', 'pinned = ["1.0"]\nvariants = { a = { pinned = true } }', "'pinned' is for a variant with a source"),
+        ('pinned = ["1.0"]', 'pinned = ["1.0"]\nvalidate = "../../x.py"', "validate"),
         ('pinned = ["1.0"]', 'pinned = ["1.0"]\nthreads = ["https://x/\\n"]', "threads"),
     ],
 )
@@ -198,3 +200,10 @@ def test_a_new_pack_keeps_the_contract(tmp_path):
 def test_a_new_pack_refuses(number, slug, package, said):
     with pytest.raises(UserError, match=said):
         scaffold.new_pack(number, slug, package, PACKS)
+
+
+def test_a_check_that_two_packs_share_is_one_of_both_packs_files():
+    pack = find("pack10")
+    assert pack.deep_check("") == find("pack11").folder / "validate.py"
+    assert set(pack.hashes("patched")) >= {"repro.py", "pack11/validate.py"}
+    assert "pack11/validate.py" not in pack.hashes("unpatched")

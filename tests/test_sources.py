@@ -6,13 +6,18 @@ import tarfile
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from msgspec import structs
+from rich.console import Console
 
+from common.cli import report, run
 from common.errors import UserError
 from common.install import environment, sources
 from common.packs.pack import Variant, find
+from common.run import plan as plans
+from common.store.grade import Verdict
 
 
 @pytest.fixture
@@ -67,10 +72,28 @@ def test_a_commit_that_is_not_there_is_one_sentence(clone, tmp_path):
         sources.wheel(replace(other, upstream="../nowhere"), "one", None, tmp_path)
 
 
+def test_a_pinned_commit_runs_with_the_releases_and_one_that_is_not_there_is_told(clone, tmp_path, monkeypatch):
+    folder, pack, commit, _ = clone
+    pinned = {"one": structs.replace(pack.variants["one"], pinned=True)}
+    pinned["two"] = structs.replace(pinned["one"], source="0" * 40)
+    plan = plans.planned(replace(pack, variants=pinned), "", pack.lanes[0], threads=1, results=tmp_path, machine="m", cache=tmp_path / "cache")
+    monkeypatch.setattr(run, "CACHE", tmp_path / "cache")
+    wanted, missing = run._with_commits(plan, [], folder, Console())
+    assert [(each.variant, release.version[:16]) for each, release in wanted] == [("one", f"0+git.{commit[:10]}")]
+    assert [sentence.partition(" of ")[0] for sentence in missing] == ["UNTESTABLE: source: commit 0000000000"]
+
+
+def test_the_last_line_tells_what_says_nothing_of_the_bug():
+    each = Verdict(outcome="REPRODUCED"), Verdict(outcome="ABSENT"), Verdict(outcome="UNTESTABLE", reason="no-api")
+    said = [SimpleNamespace(verdict=verdict) for verdict in each]
+    assert str(report.ending(said[:2])) == "✓ Every verdict is what the pack expects."
+    assert str(report.ending(said, 1)).endswith("; 3 of 5 sides are UNTESTABLE (1 no-api, 2 source).")
+
+
 def test_a_source_belongs_to_a_variant(cli):
-    done = cli("run", "pack01", "--source", ".")
+    done = cli("run", "pack00", "--source", ".")
     assert done.returncode == 2
-    assert "da482cf5c8" in done.stderr
+    assert "--variant that is a commit; pack00 has: none." in done.stderr
 
 
 def test_an_sdist_that_cannot_be_built_is_installed_as_it_is(tmp_path):

@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -140,6 +141,17 @@ def surprises(rows: Sequence[Row]) -> Iterator[Text]:
             if row.ran and row.message:
                 text += f" ({row.message.rstrip('.')})"
             yield Text(plain(f"✗ {text}.", None), "red")
+
+
+def ending(rows: Sequence[Row], missing: int = 0) -> Text:
+    """The last line of a run that is as expected: how much of it says nothing of the bug. ``missing`` commits were not run."""
+    untold = Counter(str(row.verdict).partition(": ")[2] for row in rows if row.verdict.outcome == "UNTESTABLE")
+    untold["source"] += 2 * missing
+    text = Text("✓ Every verdict is what the pack expects", "green")
+    if sum(untold.values()):
+        why = ", ".join(f"{count} {reason}" for reason, count in untold.items() if count)
+        text.append(f"; {sum(untold.values())} of {len(rows) + 2 * missing} sides are UNTESTABLE ({why})", "yellow")
+    return text.append(".")
 
 
 def coverage(row: Row) -> Iterator[str]:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console, RenderableType
-from rich.text import Text
 
 from common.cli import common, report
 from common.errors import UserError
@@ -52,9 +51,7 @@ def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:
         metavar="DIR",
         help="a folder that holds the installed release (pip install --target DIR)",
     )
-    parser.add_argument(
-        "--source", type=Path, metavar="DIR", help="a clone of the upstream, for a variant that is a commit of it"
-    )
+    parser.add_argument("--source", type=Path, metavar="DIR", help="a clone of the upstream, for what is a commit of it")
     parser.add_argument("--here", action="store_true", help="in the active environment: no nox, no network, nothing installed")
     parser.add_argument(
         "--patch",
@@ -132,10 +129,21 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
         common.base(each, out)
     if tool:
         return _use(plan, chosen[0], out)
-    with pool.threads(jobs) as workers, report.Follow(2 * len(chosen), out) as follow:
-        out.print(f"{len(chosen)} release(s) of {pack.package}, both sides, lane {lane}, {workers.where}", markup=False)
-        rows, failures = runner.run_all([(plan, release) for release in chosen], workers, done=follow)
-    if failures and len(chosen) == 1:
+    wanted = [(plan, release) for release in chosen]
+    missing: list[str] = []
+    if options.releases in (None, "pinned") and not (
+        plan.arguments or variant or plan.wheels or plan.release_path or options.patch
+    ):
+        wanted, missing = _with_commits(plan, wanted, options.source, out)
+    for sentence in missing:
+        common.warn(sentence, out)
+    with pool.threads(jobs) as workers, report.Follow(2 * len(wanted), out) as follow:
+        commits = f" and {more} commit(s)" if (more := len(wanted) - len(chosen)) else ""
+        out.print(
+            f"{len(chosen)} release(s){commits} of {pack.package}, both sides, lane {lane}, {workers.where}", markup=False
+        )
+        rows, failures = runner.run_all(wanted, workers, done=follow)
+    if failures and len(wanted) == 1:
         raise UserError(failures[0].message)
     for note in dict.fromkeys(note for row in rows for note in row.notes):
         common.warn(f"{note}.", out)
@@ -147,7 +155,7 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     )
     parts.append(report.table(rows, f"{pack.name} · {pack.package}" + (f" · {variant}" if variant else "")))
     parts += report.claims(rows)
-    parts += surprising or ([Text("✓ Every verdict is what the pack expects.", "green")] if not failures else [])
+    parts += surprising or ([report.ending(rows, len(missing))] if not failures else [])
     if results != RESULTS and pack.kind != "selftest" and not review:
         parts += report.compared(rows, history.load(RESULTS, [pack]))
     for part in parts:
@@ -160,6 +168,25 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     return common.USAGE if failures or broken else common.SURPRISE if surprising else common.OK
 
 
+def _with_commits(
+    plan: Plan, wanted: list[tuple[Plan, Release]], source: Path | None, out: Console
+) -> tuple[list[tuple[Plan, Release]], list[str]]:
+    """What is wanted and the pack's pinned commits, and a sentence for each commit that cannot be had here."""
+    found, missing = list(wanted), []
+    for name in plan.pack.pinned_commits():
+        own = plan.pack.variants[name]
+        try:
+            with report.waiting(f"{plan.pack.name}: looking for commit {name} of {plan.pack.upstream}", out):
+                wheel = sources.wheel(plan.pack, name, source, CACHE)
+        except sources.NoSource as error:
+            missing.append(str(error))
+            continue
+        version = environment.read_wheel(wheel, plan.pack.package)[1]
+        release = Release(version=version, file=wheel.name, sha256="")
+        found.append((replace(plan, variant=name, arguments=own.arguments, wheels={version: wheel.resolve()}), release))
+    return found, missing
+
+
 def _wheels(pack: Pack, variant: str, options: argparse.Namespace, out: Console) -> dict[str, Path]:
     """The files that are given in place of the index's, by version."""
     own = pack.variants.get(variant)
@@ -167,7 +194,7 @@ def _wheels(pack: Pack, variant: str, options: argparse.Namespace, out: Console)
     if own and own.source and not given and not options.here:
         with report.waiting(f"{pack.name}: looking for commit {own.source[:10]} of {pack.upstream}", out):
             given = [sources.wheel(pack, variant, options.source, CACHE)]
-    elif options.source:
+    elif options.source and (variant or not pack.pinned_commits()):
         named = ", ".join(n for n, v in pack.variants.items() if v.source) or "none"
         raise UserError(f"--source goes with a --variant that is a commit; {pack.name} has: {named}.")
     wheels: dict[str, Path] = {}

@@ -56,6 +56,8 @@ class Edit(Struct, forbid_unknown_fields=True):
     name: str
     edits: Annotated[dict[str, str], Meta(min_length=1)]
     raises: bool = False
+    #: The release or variant that is run, where it is another than the pack's other mutants are of.
+    at: str = ""
 
 
 class Mutants(Struct, forbid_unknown_fields=True):
@@ -67,6 +69,8 @@ class Mutants(Struct, forbid_unknown_fields=True):
     variant: str = ""
     #: Transforms without which the fix is still right, and why.
     equivalent: dict[str, str] = {}
+    #: Transforms that another release or variant needs -> which.
+    at: dict[str, str] = {}
     #: File below site-packages -> functions in it ("Class.method"), with the places of what they return: "f 0 2", or "f".
     poison: dict[str, list[Annotated[str, Meta(pattern=r"^[\w.]+( \d+)*$")]]] = {}
     #: Just over the limit of the pack's checks.
@@ -84,6 +88,7 @@ class Mutant:
     side: str | None
     make: Callable[[Path], None]
     raises: bool = False
+    at: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,12 +115,12 @@ def of(pack: Pack) -> tuple[Mutants, list[Mutant]]:
 def _dropped(pack: Pack, told: Mutants) -> Iterator[Mutant]:
     fix = load_fix(pack.fix) if pack.fix.is_file() else {}
     names = dict.fromkeys(transform.name for transforms in fix.values() for transform in transforms)
-    if strange := sorted(set(told.equivalent) - set(names)):
+    if strange := sorted({*told.equivalent, *told.at} - set(names)):
         raise UserError(f"{pack.folder.name}/mutants.toml: there is no transform {strange[0]!r} in its fix.")
     for name in names:
         if name not in told.equivalent:
             make = _appended(f"drop(FIX, {name!r})")
-            yield Mutant(kind="dropped", name=name, side="patched", make=make, raises=True)
+            yield Mutant(kind="dropped", name=name, side="patched", make=make, raises=True, at=told.at.get(name, ""))
 
 
 def _poisoned(told: Mutants) -> Iterator[Mutant]:
@@ -133,7 +138,7 @@ def _poisoned(told: Mutants) -> Iterator[Mutant]:
 def _wrong(told: Mutants) -> Iterator[Mutant]:
     for each in told.wrong:
         make = _edited("fix.py", each.edits)
-        yield Mutant(kind="wrong fix", name=each.name, side="patched", make=make, raises=each.raises)
+        yield Mutant(kind="wrong fix", name=each.name, side="patched", make=make, raises=each.raises, at=each.at)
 
 
 def _blunted(told: Mutants) -> Iterator[Mutant]:
@@ -206,13 +211,14 @@ def run(packs: Sequence[Pack], *, jobs: int, done: Callable[[Outcome], None], so
         work = [(pack, *of(pack)) for pack in packs]
         stop = threading.Event()
         try:
-            started = [
-                (mutants, executor.submit(_released, pack, told, Path(scratch), jobs, source, stop))
-                for pack, told, mutants in work
-            ]
-            for mutants, first in started:
+            started = []
+            for pack, told, mutants in work:
+                for at in dict.fromkeys(mutant.at for mutant in mutants):
+                    mine = [mutant for mutant in mutants if mutant.at == at]
+                    started.append((mine, executor.submit(_released, pack, told, at, Path(scratch), jobs, source, stop)))
+            for mine, first in started:
                 plan, release, unpatched = first.result()
-                for future in [executor.submit(_run, plan, release, unpatched, mutant, stop) for mutant in mutants]:
+                for future in [executor.submit(_run, plan, release, unpatched, mutant, stop) for mutant in mine]:
                     found.append(future.result())
                     done(found[-1])
         except BaseException:  # Ctrl-C among them: what runs is ended, what waits is not begun.
@@ -223,27 +229,28 @@ def run(packs: Sequence[Pack], *, jobs: int, done: Callable[[Outcome], None], so
 
 
 def _released(
-    pack: Pack, told: Mutants, place: Path, jobs: int, source: Path | None, stop: threading.Event
+    pack: Pack, told: Mutants, at: str, place: Path, jobs: int, source: Path | None, stop: threading.Event
 ) -> tuple[Plan, Release, Row]:
     """How the pack is run, on which release, and that release as it is."""
-    own = pack.variants.get(told.variant)
+    variant = at if at in pack.variants else "" if at else told.variant
+    own = pack.variants.get(variant)
     lane = lanes.choose(pack, own.lane if own else None)
     wheels = {}
     if own and own.source:
-        wheel = sources.wheel(pack, told.variant, source, CACHE)
+        wheel = sources.wheel(pack, variant, source, CACHE)
         wheels = {environment.read_wheel(wheel, pack.package)[1]: wheel}
     plan = plans.planned(
         pack,
-        told.variant,
+        variant,
         lane,
         threads=plans.threads_each(jobs),
-        results=place / pack.name,
+        results=place / pack.name / (at or "first"),
         machine="mutants",
         cache=CACHE,
         wheels=wheels,
     )
     wrong = [v for v in pack.pinned if (e := pack.expectation(v)) and e.outcome == "REPRODUCED"]
-    wanted = told.release or (wrong[0] if wrong else pack.pinned[0])
+    wanted = (at if at and not variant else told.release) or (wrong[0] if wrong else pack.pinned[0])
     release = Release(version=next(iter(wheels)), file="", sha256="") if wheels else choose(pack, wanted, CACHE)[0][0]
     return plan, release, runner.run_release(plan, release, stop=stop)[0]
 

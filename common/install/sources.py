@@ -20,6 +20,11 @@ from common.errors import UserError
 from common.files import locked
 from common.packs.pack import Pack
 
+
+class NoSource(UserError):
+    """Neither a clone nor GitHub gave the commit: nothing can be said of it here."""
+
+
 #: Of any file in the wheel: zip knows no earlier time.
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
@@ -27,13 +32,13 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)
 def wheel(pack: Pack, variant: str, directory: Path | None, cache: Path) -> Path:
     """The wheel of the variant's commit, from a clone at ``directory``, or fetched from GitHub.
 
-    Raises `UserError`, "UNTESTABLE: source", when neither has the commit.
+    Raises `NoSource`, "UNTESTABLE: source", when neither has the commit.
     """
     commit = pack.variants[variant].source
     assert commit is not None
     repository, why = (directory, _missing(directory, commit)) if directory else _fetched(pack.upstream, commit, cache)
     if why:
-        raise UserError(
+        raise NoSource(
             f"UNTESTABLE: source: commit {commit[:10]} of {pack.upstream} is in no release, and {why}. "
             f"With a clone that has it: nox -s {pack.name} -- --variant {variant} --source DIR"
         )

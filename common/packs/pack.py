@@ -59,12 +59,16 @@ class Variant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     verdict: str | None = None
     #: A commit of the upstream, which is run in place of a release.
     source: Annotated[str, like("[0-9a-f]{40}")] | None = None
+    #: Run with the pinned releases: the bug is in no release that they show it by.
+    pinned: bool = False
     #: measure.py, where the variant measures and gives no verdict on the bug.
     script: Annotated[str, like(r"[a-z][a-z0-9_]*\.py")] | None = None
 
     def __post_init__(self) -> None:
         if self.source and not self.verdict:
             raise ValueError("a variant with a source needs a verdict")
+        if self.pinned and not self.source:
+            raise ValueError("'pinned' is for a variant with a source: a commit that runs with the pinned releases")
         if self.script and not self.verdict:
             msgspec.structs.force_setattr(self, "verdict", "MEASURED")
 
@@ -124,7 +128,7 @@ class Pack:
 
     def deep_check(self, variant: str) -> Path | None:
         """The script that a fix has to pass besides repro.py; none where it is not repro.py that is run."""
-        return self.folder / self.validate if self.validate and self.script_of(variant) == self.script else None
+        return (self.folder / self.validate).resolve() if self.validate and self.script_of(variant) == self.script else None
 
     @property
     def fix(self) -> Path:
@@ -141,6 +145,10 @@ class Pack:
     def matrix(self) -> list[str]:
         """The variants that pin other packages than the pack itself: regress runs them on the pinned releases."""
         return [name for name, variant in self.variants.items() if variant.requires]
+
+    def pinned_commits(self) -> list[str]:
+        """The variants that are commits and run with the pinned releases."""
+        return [name for name, variant in self.variants.items() if variant.pinned]
 
     def varied(self, variant: str, lane: str) -> Pack:
         """This pack with the pins of one of its lanes and one of its variants."""
@@ -175,14 +183,14 @@ class Pack:
         scripts += [deep] if deep and side == "patched" else []
         for script in scripts:  # With what a script imports from beside it.
             beside = (
-                self.folder / f"{name}.py"
+                script.parent / f"{name}.py"
                 for name in re.findall(r"^(?:from|import) (\w+)", script.read_text(encoding="utf-8"), re.MULTILINE)
             )
             scripts += [path for path in beside if path.is_file() and path not in scripts]
         hashes = {}
         for script in dict.fromkeys(scripts):
             text = script.read_text(encoding="utf-8")
-            hashes[script.name] = hashlib.sha256(reportblock.own(text).encode()).hexdigest()
+            hashes[_label(self.folder, script)] = hashlib.sha256(reportblock.own(text).encode()).hexdigest()
             if block := reportblock.block(text):
                 hashes["report"] = hashlib.sha256(block.encode()).hexdigest()
         files = [*lane_files] + (fixes if side == "patched" else [])
@@ -316,7 +324,8 @@ class _Toml(Struct, forbid_unknown_fields=True, kw_only=True):
     as_files: bool = False
     tools: list[str] = []
     build: dict[str, str] = {}
-    validate: _File | None = None
+    #: Two packs about one piece of upstream code may share the check: "../pack11_slug/validate.py".
+    validate: Annotated[str, like(r"(?:\.\./pack\d\d_[a-z0-9_]+/)?[a-z][a-z0-9_]*\.py")] | None = None
     validate_lane: str | None = None
     timeout: _Positive = 180.0
     memory: _Positive = 8.0

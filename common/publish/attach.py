@@ -314,7 +314,7 @@ def _files(pack: Pack, runs: Sequence[Seen], told: Told, diff: tuple[str, str] |
     scrub = Scrubber()
     files = {pack.script.name: pack.script.read_text(encoding="utf-8")}
     if pack.validate:
-        files[pack.validate] = (pack.folder / pack.validate).read_text(encoding="utf-8")
+        files[Path(pack.validate).name] = (pack.folder / pack.validate).read_text(encoding="utf-8")
     if diff is not None:
         files[diff[0]] = diff[1]
     mine = [seen for seen in runs if seen.machine == told.seen.machine and seen.version in pack.pinned]

@@ -68,7 +68,9 @@ def sandboxed(plan: Plan, there: Environment, place: Path, command: list[str]) -
     words += ["--dev-bind", "/dev", "/dev"] if plan.lane == "device" else ["--dev", "/dev"]
     for hidden in dict.fromkeys([str(Path.home()), "/home", "/root", "/tmp", "/run", "/var/tmp"]):
         words += ["--tmpfs", str(Path(hidden).resolve())] if Path(hidden).is_dir() else []
+    deep = plan.pack.deep_check(plan.variant)
     seen = [Path(sys.base_prefix), there.python.parent.parent, plan.pack.folder, lanes.FOLDER, *there.path]
+    seen += [deep.parent] if deep else []
     for folder in dict.fromkeys(str(each.resolve()) for each in seen):
         words += ["--ro-bind", folder, folder]
     return [*words, "--bind", str(place), str(place), "--chdir", str(place / "tmp"), "--", *command]

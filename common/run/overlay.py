@@ -35,7 +35,9 @@ def apply_fix(fix: Fix, site: Path, overlay: Path) -> str:
     with _fresh(overlay):
         _copy(site, overlay, {PurePosixPath(file).parts[0] for file in fix})
         for file, transforms in fix.items():
-            _transform(overlay / file, file, transforms)
+            kept = [t for t in transforms if not t.needs or (overlay / t.needs).is_file()]
+            if kept or not transforms:
+                _transform(overlay / file, file, kept)
     return diff(site, overlay)
 
 
