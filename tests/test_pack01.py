@@ -1,83 +1,94 @@
-"""Pack 01 on a real release: breaking its fix or its trigger turns it red, and its README says what the receipts say."""
+"""Pack 01: its lane finds what waits for the GPU and nothing else; its README says what the receipts say."""
+
+import json
+import re
+import subprocess
 
 import pytest
-from helpers import installed, run_script
+from helpers import ROOT, installed
 
-from common import files, transforms
+from common import files
 from common.packs.pack import find
-from common.run import overlay
 from common.store import history
 
 PACK = find("pack01")
-
-
-@pytest.fixture(scope="module")
-def there():
-    return installed(PACK, "0.19.2")
-
-
-def run(there, fixed, side):
-    last, facts, said = run_script(PACK, there, fixed, side, "device")
-    return last, facts.get("metrics", {}).get("waits", {}), said
+CPU, GPU = "linux-x86_64-cpu", "linux-x86_64-nvidia-h200"
+WAITS = {
+    "cu[0].item()": ".item()",
+    "bool(cu.any())": ".item()",
+    "torch.equal(cu, cu + 1)": "torch.equal",
+    "cu[cu > 3]": "boolean index",
+    "cu.nonzero()": "boolean index",
+    "torch.repeat_interleave(cu, cu)": "repeat_interleave without output_size",
+    "torch.tensor(3, device=cu.device)": "copy between CPU and GPU",
+    "cu.cpu()": "copy between CPU and GPU",
+}
+FREE = [
+    "cu.cumsum(0)",
+    "cu[1:] - cu[:-1]",
+    "torch.repeat_interleave(cu, cu, output_size=48)",
+    "torch.where(cu > 3, cu, 0)",
+    "cu.is_cuda and cu.clone()",
+]
+PROGRAM = """
+import json, sys, torch, fake_cuda
+fake_cuda.prepare()
+found = {}
+for code in json.loads(sys.argv[1]):
+    with torch.cuda.stream(torch.cuda.Stream()):
+        cu = torch.tensor([0, 16, 48], device="cuda:0")
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            eval(code)
+        found[code] = ""
+    except RuntimeError as error:
+        found[code] = str(error)
+print(json.dumps(found))
+"""
 
 
 @pytest.mark.network
-def test_breaking_the_trigger_turns_the_unpatched_side_red(tmp_path, there):
-    overlay.apply_fix(transforms.load_fix(PACK.fix), there.site, tmp_path / "fixed")
-    last, _, said = run(there, tmp_path / "fixed", "unpatched")
-    assert last == "BUG_ABSENT", said
-    assert PACK.expectation(there.version).verdict == "REPRODUCED", "so the run would be red"
-
-
-@pytest.mark.network
-@pytest.mark.parametrize(
-    ("dropped", "helper", "lines"),
-    [
-        ("empty-sequences", "build_packed_allgather_cp_local_positions", 3),
-        ("empty-segments", "build_packed_allgather_cp_local_positions", 2),
-        ("padding", "build_packed_allgather_cp_local_positions", 1),
-        ("rows-given", "generate_varlen_mask_params", 1),
-    ],
-)
-def test_without_a_transform_its_lines_are_found_again(tmp_path, there, dropped, helper, lines):
-    overlay.apply_fix(overlay.drop(transforms.load_fix(PACK.fix), dropped), there.site, tmp_path / "fixed")
-    last, waits, said = run(there, tmp_path / "fixed", "patched")
-    assert last == "BUG_REPRODUCED", said
-    assert {name: len(found) for name, found in waits.items() if found} == {helper: lines}
-
-
-@pytest.mark.network
-def test_wrong_rows_are_seen(tmp_path, there):
-    overlay.apply_fix(transforms.load_fix(PACK.fix), there.site, tmp_path / "fixed")
-    file = next((tmp_path / "fixed").rglob("dsa_layout.py"))
-    right = "(output_size - segment_lens.sum())"
-    assert file.read_text().count(right) == 1
-    file.write_text(file.read_text().replace(right, "(output_size - segment_lens.sum() - 1)"))
-    last, _, said = run(there, tmp_path / "fixed", "patched")
-    assert last.startswith("CHANGED") or "Error" in said, said
-    assert last != "FIX_VALIDATED"
+def test_the_lane_refuses_what_waits_and_nothing_else(tmp_path):
+    there = installed(PACK, "0.19.2")
+    env = {"PYTHONPATH": f"{ROOT / 'common/lanes'}"}
+    command = [there.python, "-c", PROGRAM, json.dumps([*WAITS, *FREE])]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
+    found = json.loads(done.stdout)
+    assert {code for code, said in found.items() if not said} == set(FREE)
+    for code, what in WAITS.items():
+        assert f" {what}: " in found[code]
 
 
 def test_the_receipts_are_what_the_readme_says():
-    runs = {(s.version.split(".tree")[0], s.side, s.machine): s for s in history.load(files.RESULTS, [PACK]).runs}
+    runs = {
+        (s.version.split(".tree")[0], s.cell.variant, s.side, s.machine): s for s in history.load(files.RESULTS, [PACK]).runs
+    }
     readme = (PACK.folder / "README.md").read_text()
-    two = ("build_packed_allgather_cp_local_positions", "generate_varlen_mask_params")
-    rows = {"0.19.2": "| 0.19.0, ", "0+git.da482cf5c8": "| commit da482cf5c8", "0+git.d1cab16a01": "| commit d1cab16a01"}
-    for version, start in rows.items():
-        seen, fixed = (runs[version, side, "linux-x86_64-cpu"] for side in ("unpatched", "patched"))
-        assert not seen.stale
-        assert fixed.outcome == "ABSENT"
-        waits = seen.document().facts.metrics["waits"]
-        counts = [len(waits[name]) for name in two] + [sum(len(found) for name, found in waits.items() if name not in two)]
-        row = next(line for line in readme.splitlines() if line.startswith(start))
-        assert [cell.strip() for cell in row.split("|")[2:5]] == [str(n) for n in counts]
-        if version == "0.19.2":
-            assert all(f"{w['where']}: {w['what']}: {w['line']}" in readme for name in two for w in waits[name])
-    for version, refused in (("0.19.0", 2), ("0.19.2", 2), ("0+git.da482cf5c8", 5)):
-        seen, fixed = (runs[version, side, "linux-x86_64-nvidia-h200"] for side in ("unpatched", "patched"))
-        assert not seen.stale
-        assert fixed.outcome == "ABSENT"
-        waits = seen.document().facts.metrics["waits"]
-        found = runs[version, "unpatched", "linux-x86_64-cpu"].document().facts.metrics["waits"]
-        assert sum(map(bool, waits.values())) == refused
-        assert {name for name, why in waits.items() if why} == {name for name, lines in found.items() if lines}
+    lines = readme.split("```text\n")[1].split("```")[0].splitlines()
+    first = "build_packed_allgather_cp_local_positions"
+    reported = {
+        "scatter_topk_into_index_mask",
+        "extract_query_positions_from_position_ids",
+        "build_fused_indexer_varlen_bounds",
+    }
+    subjects = [(version, "") for version in ("0.19.0", "0.19.1", "0.19.2")]
+    subjects += [(f"0+git.{commit}", commit) for commit in ("da482cf5c8", "d1cab16a01", "d98e8a64dd")]
+    for version, commit in subjects:
+        for machine in (CPU, GPU) if commit != "d1cab16a01" else (CPU,):
+            bad, good = (runs[version, commit, side, machine] for side in ("unpatched", "patched"))
+            assert not bad.stale
+            assert not good.stale
+            assert (bad.outcome, good.outcome) == ("REPRODUCED", "ABSENT")
+            failed = re.findall(r"^trigger +FAIL +(\w+).*", bad.log(), re.MULTILINE)
+            assert set(failed) == {first, "_validate_nonpacked_cp_uniform_length"} | (
+                reported if commit == "da482cf5c8" else set()
+            )
+            if version == "0.19.2":
+                places = {line[: line.index(": ")] for line in lines} if machine == CPU else {"dsa_layout.py:249", "dsa.py:235"}
+                assert set(re.findall(r"dsa\w*\.py:\d+", bad.log())) == places
+                assert machine == GPU or all(line in bad.log() for line in lines)
+    found = re.findall(r"(\w+), (\d+) cases, cpu", runs["0.19.2", "", "patched", CPU].log())
+    cases = {name: int(number) for name, number in found}
+    assert f"in {cases.pop(first)} cases of packed rows and {sum(cases.values())} of the others" in readme
+    study = runs["0+git.da482cf5c8", "da482cf5c8-scatter", "unpatched", CPU].document().facts.metrics
+    assert list(study.values()) == [300, 300, 300, 7]

@@ -1,12 +1,15 @@
-"""The fix: no value of a CUDA tensor is asked for in the helpers of packed, context-parallel DSA.
+"""The fix: no value of a CUDA tensor is asked for by what packed, and by what non-packed, context-parallel DSA calls in every forward.
 
-build_packed_allgather_cp_local_positions took empty sequences and empty segments out by boolean indices; repeat_interleave with their
-length, zero, does that by itself. The padding's length is computed where the lengths are. generate_varlen_mask_params takes the number of
-rows from callers that know it; without it, it asks the GPU, as before.
+build_packed_allgather_cp_local_positions took empty sequences and segments out by boolean indices; repeat_interleave with their length, zero,
+does that by itself. What is left of the rows becomes padding, also where the caller says that there is none, for while a graph is captured its
+inputs may still be zeros. The lengths that ranks tell each other in the non-packed case are compared in eager mode, as they are
+before any graph is captured, and not while one is.
 
 The optional transforms are for commits between da482cf5c8 and d1cab16a01, which no release holds: validations stay in eager mode, and are left
 out while a stream is captured; top-k indices are scattered without a branch, by amax, as upstream does it since.
 """
+
+import re
 
 from common.transforms import replace
 
@@ -37,21 +40,27 @@ FIX = {
             optional=True,
         ),
         replace(
+            "always-padded",
+            r"^    if not cu_seqlens_cover_output:\n((?:        .*\n)+)",
+            lambda found: re.sub(r"^    ", "", found[1], flags=re.MULTILINE),
+            optional=True,
+        ),
+        replace(
             "identical-ids",
             r"if position_ids\.size\(0\) > 1:",
             f"if position_ids.size(0) > 1 and not {_CAPTURING.format('position_ids')}:",
             optional=True,
         ),
     ),
+    f"{_DSA}/dsa.py": (
+        replace(
+            "lengths",
+            r"(def _validate_nonpacked_cp_uniform_length\([\s\S]*?    if \(\n +)",
+            r"\1not (device.type == 'cuda' and torch.cuda.is_current_stream_capturing())\n        and ",
+            optional=True,
+        ),
+    ),
     f"{_DSA}/dsa_masking.py": (
-        replace(
-            "rows", r"(def generate_varlen_mask_params\(cu_seqlens: torch\.Tensor)\)", r"\1, seq_len: Optional[int] = None)"
-        ),
-        replace(
-            "rows-given",
-            r"^    (seq_len = int\(cu_seqlens\[-1\]\.item\(\)\))\n",
-            r"    if seq_len is None:\n        \1\n",
-        ),
         replace(
             "scatter",
             r"^        if torch\.any\(idx_chunk < 0\):\n(?:.*\n)+?            index_mask\[:, s0:s1\]\.scatter_\(-1, idx_chunk, 0\.0\)\n",

@@ -1,0 +1,104 @@
+"""Lane ``fake-cuda``: the release's own Python on fake CUDA tensors, which have a shape and no values. Evidence: ``source``.
+
+What it replaces:
+
+* ``torch.cuda.is_available`` and what asks for a device, by answers of one GPU; ``torch.cuda.Stream``, ``CUDAGraph`` and ``synchronize``
+  do nothing;
+* ``torch.cuda.stream``: inside, CUDA tensors are fake ones of `torch._subclasses.fake_tensor.FakeTensorMode`, and a question for a value
+  is answered with True, or with `NUMBER`;
+* ``torch.cuda.graph``: likewise, and at its end each operation that would have waited for the GPU is an error, as it is while a real
+  stream is captured: file, line and code of each, of the package under test.
+
+Branches that only other answers reach are not run. The device has to be called "cuda:0": ``.to("cuda")`` does nothing in a CPU build of torch.
+"""
+
+import ctypes
+import traceback
+from pathlib import Path
+from typing import Any
+
+NUMBER = 48
+
+
+def prepare() -> None:
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    aten = torch.ops.aten
+    if not torch.version.cuda:
+        # Indexing asks for a device guard, which only a CUDA build registers: the CPU's, which does nothing, stands in for it.
+        library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libc10.so"))
+        registry = (ctypes.c_void_p * 2).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+        registry[1] = registry[0]
+    mode = FakeTensorMode()
+    capturing: list[TorchDispatchMode] = []
+    really = torch.cuda.is_available
+
+    class Waits(TorchDispatchMode):  # type: ignore[misc]
+        """Notes what would wait for the GPU, and answers in its place."""
+
+        def __init__(self, kept: bool) -> None:
+            super().__init__()
+            self.kept, self.found = kept, list[str]()
+
+        def note(self, what: str) -> None:
+            here = Path(torch.__file__).parent
+            frames = [f for f in traceback.extract_stack() if here not in Path(f.filename).parents and f.filename != __file__]
+            self.found.append(f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: {what}: {frames[-1].line}")
+
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            name, places = op.overloadpacket, [a.device.type for a in args if isinstance(a, torch.Tensor)]
+            if "cuda" in places:
+                if name is aten._local_scalar_dense:
+                    self.note(".item()")
+                    return args[0].dtype == torch.bool or NUMBER
+                if name is aten.equal:
+                    self.note("torch.equal")
+                    return True
+                if name is aten.nonzero:
+                    self.note("boolean index")
+                    return args[0].new_zeros((args[0].numel(), args[0].dim()), dtype=torch.int64)
+                if name is aten.index and any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]):
+                    self.note("boolean index")
+                    return args[0].clone()
+                if op is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
+                    self.note("repeat_interleave without output_size")
+                    return args[0].new_zeros(NUMBER)
+            if name is aten._to_copy and kwargs.get("device") and not kwargs.get("non_blocking"):
+                places.append(torch.device(kwargs["device"]).type)
+            if name in (aten._to_copy, aten.copy_) and set(places) == {"cpu", "cuda"}:
+                self.note("copy between CPU and GPU")
+            return op(*args, **kwargs)
+
+        def __enter__(self) -> Any:
+            capturing.extend([self] * self.kept)
+            torch.cuda.is_available = really  # which the mode asks: told of a GPU, it has CUDA make its tensors
+            mode.__enter__()
+            return super().__enter__()
+
+        def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+            super().__exit__(kind, error, trace)
+            mode.__exit__(kind, error, trace)
+            torch.cuda.is_available = lambda: True
+            if self.kept:
+                capturing.pop()
+                if self.found and error is None:
+                    raise RuntimeError(
+                        "operation not permitted when stream is capturing: " + "; ".join(dict.fromkeys(self.found))
+                    )
+
+    class Nothing:
+        def __init__(self, *given: object, **named: object) -> None:
+            pass
+
+    torch.cuda.is_available = lambda: True
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.get_device_name = lambda *given: "fake"
+    torch.cuda.get_device_capability = lambda *given: (9, 0)
+    torch.cuda.synchronize = lambda *given: None
+    torch.cuda.is_current_stream_capturing = lambda: bool(capturing)
+    torch.cuda.Stream = torch.cuda.CUDAGraph = Nothing
+    torch.cuda.stream = lambda stream: Waits(kept=False)
+    torch.cuda.graph = lambda graph, stream=None: Waits(kept=True)

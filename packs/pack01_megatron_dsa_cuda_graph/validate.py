@@ -1,0 +1,271 @@
+"""The deep check of pack01's fix: what eager code gives and refuses is what the release's own gives and refuses, and what zigzag order means.
+
+Runs after repro.py on the patched side, on CPU tensors with values, on a GPU's besides where there is one; two ranks talk through gloo.
+"""
+
+import argparse
+import importlib
+import inspect
+import itertools
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import torch
+from repro import DSA, FACTS, captured, check, finish, helpers, lengths_of, release
+
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--ranks", metavar="FILE", help=argparse.SUPPRESS)
+REAL = bool(torch.version.cuda)
+INF = float("inf")
+#: cu_seqlens of 64 sequences, 131,072 rows in all, while a graph is captured and when it is replayed.
+WIDE = ([*range(0, 126001, 2000), 131072], [0, *range(2064, 126065, 2000), 131072])
+SIZES = tuple(itertools.product((2, 4, 8), (1, 3, 64)))
+
+
+def as_released():
+    """The release's own modules: what hides them on sys.path is left out for once."""
+    file = FACTS["file"]
+    overlay = file.split("/megatron/core/")[0]
+    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "megatron"}
+    sys.path = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(overlay).resolve()]
+    importlib.invalidate_caches()
+    own = release()
+    assert FACTS["file"] != file
+    for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
+        del sys.modules[name]
+    sys.path.insert(0, overlay)
+    sys.modules.update(hidden)
+    FACTS["file"] = file
+    return own
+
+
+def outcome(function, *args, **options):
+    """What a call gives, as nested lists with dtypes, or what it raises."""
+    try:
+        found = function(*args, **options)
+    except Exception as error:  # what it refuses is compared, too
+        return type(error).__name__, str(error).splitlines()[:1]
+    many = found if isinstance(found, tuple) else (found,)
+    return [(str(t.dtype), t.tolist()) if isinstance(t, torch.Tensor) else t for t in many]
+
+
+def lengths(cp, sequences):
+    """cu_seqlens of sequences whose lengths are multiples of 2 * cp, some of them empty."""
+    chosen = random.Random(cp * sequences)
+    each = [2 * cp * chosen.choice((0, 1, 2, 17)) for _ in range(sequences - 1)] + [2 * cp]
+    return [0, *itertools.accumulate(each)]
+
+
+def zigzag(cu, cp, rank, rows):
+    """Positions of a rank's rows by the definition: of each sequence one of 2 * cp chunks from the front and its mirror; then padding."""
+    found = []
+    for first, last in itertools.pairwise(cu):
+        chunk = (last - first) // (2 * cp)
+        found += [
+            *range(first + rank * chunk, first + (rank + 1) * chunk),
+            *range(last - (rank + 1) * chunk, last - rank * chunk),
+        ]
+    return found + [cu[-1] + rank * rows + i for i in range(rows - len(found))]
+
+
+def packed(layout, device):
+    """Name -> whether positions of packed rows and the order of gathered keys are right."""
+    local = layout.build_packed_allgather_cp_local_positions
+    order = layout.build_packed_allgather_cp_query_positions_and_key_reorder
+    pads = "cu_seqlens_cover_output" in inspect.signature(local).parameters
+    for cp, sequences in SIZES:
+        cu = lengths(cp, sequences)
+        tensor, full = torch.tensor(cu, dtype=torch.int32, device=device), cu[-1] // cp
+        for more, rows in itertools.product((0, 6), (False, True) if pads else (None,)):
+            size = full + more
+            if (rows and more) or (rows is None and more):
+                continue  # it says that there is no padding
+            given = {} if rows is None else {"cu_seqlens_cover_output": rows}
+            found = [local(tensor, cp, rank, tensor.device, output_size=size, **given).tolist() for rank in range(cp)]
+            name = f"cp={cp}, {sequences} sequences, {cu[-1]} rows and {more * cp} of padding, covered={rows}"
+            yield f"{name}: order", found == [zigzag(cu, cp, rank, size) for rank in range(cp)]
+            both = {f"{which}_{key}": value for which in ("query", "key") for key, value in given.items()}
+            _, keys = order(tensor, tensor, cp, 1, tensor.device, size, **both)
+            gathered = torch.tensor([*itertools.chain(*found)], device=device)
+            yield f"{name}: gathered keys are put in order", gathered[keys].tolist() == sorted(gathered.tolist())
+    if pads:
+        zeros, size = torch.zeros(4, dtype=torch.int32, device=device), 32
+        for covered in (False, True):
+            found = [local(zeros, 2, rank, zeros.device, output_size=size, cu_seqlens_cover_output=covered) for rank in (0, 1)]
+            right = [zigzag([0, 0, 0, 0], 2, rank, size) for rank in (0, 1)]
+            yield (
+                f"cu_seqlens of zeros, covered={covered}: all rows are padding",
+                [f.tolist() for f in found] == right,
+            )
+
+
+def cases(dsa, layout, masking, device):
+    """(function, name of a case) -> what eager code gives or refuses."""
+    on = lambda data, dtype=torch.int64: torch.tensor(data, dtype=dtype, device=device)  # noqa: E731
+    local = layout.build_packed_allgather_cp_local_positions
+    covers = (
+        ({"cu_seqlens_cover_output": True}, {}) if "cu_seqlens_cover_output" in inspect.signature(local).parameters else ({},)
+    )
+    for cp, sequences in ((1, 3), *SIZES):
+        cu = lengths(cp, sequences)
+        for rank, cover in itertools.product((0, cp - 1), covers):
+            yield local, f"cp={cp} rank={rank}, {sequences} sequences", outcome(local, on(cu), cp, rank, on(0).device, **cover)
+        for function, args in (
+            (masking.generate_varlen_mask_params, (on(cu),)),
+            (masking.generate_varlen_mask_params_for_positions, (on(cu), on([0, 1, cu[-1] - 1]))),
+        ):
+            yield function, f"{cu[-1]} rows", outcome(function, *args)
+    if device == "cpu":  # on a GPU the release does not look
+        for cu in ([0, 3, 8], [0, 2, 4], [0, 6, 12]):
+            yield local, f"cu_seqlens {cu}", outcome(local, on(cu), 2, 0, on(0).device)
+    yield local, "no rows", outcome(local, on([0, 0, 0]), 2, 0, on(0).device)
+    extract, up = layout.extract_query_positions_from_position_ids, torch.arange(8, device=device)
+    ids = {
+        "none": None,
+        "flat": up,
+        "one row": up[None],
+        "same rows": torch.stack([up, up]),
+        "other rows": torch.stack([up, up + 1]),
+    }
+    for name, given in {**ids, "three": up.view(2, 2, 2), "int32": up.int(), "too few": up[:4]}.items():
+        yield extract, name, outcome(extract, given, 8, up.device)
+    scatter = masking.scatter_topk_into_index_mask
+    for rows, dtype, kind, size in itertools.product((8, 300), (torch.int64, torch.int32), ("some", "all", "none"), (4, 256)):
+        torch.manual_seed(1)
+        mask = torch.full((2, rows, 64), -INF, device=device)
+        mask[:, :4, ::3] = -1.0  # an additive mask
+        picked = torch.stack([torch.randperm(64, device=device)[:16] for _ in range(2 * rows)]).view(2, rows, 16)
+        picked[..., :: {"some": 3, "all": 1, "none": 99}[kind]] = -1
+        picked[..., 0] = -1 if kind == "all" else 5
+        said = outcome(scatter, mask, picked.to(dtype), seq_chunk_size=size)
+        yield scatter, f"{rows} rows of {dtype}, -1 in {kind}, chunks of {size}", [said, mask.tolist()]
+    bounds, none = (
+        masking.build_fused_indexer_varlen_bounds,
+        dict.fromkeys(("mask", "varlen_starts", "varlen_ends", "key_positions")),
+    )
+    causal = torch.zeros(8, 8, device=device).masked_fill(up[None] > up[:, None], -INF)
+    holes = causal.clone()
+    holes[5, 2] = -INF
+    for name, given in {
+        "causal": {},
+        "mask": {"mask": causal},
+        "masks": {"mask": torch.stack([causal, causal])},
+        "other masks": {"mask": torch.stack([causal, holes])},
+        "holes": {"mask": holes},
+        "a finite bias": {"mask": causal - 1},
+        "bounds": {"varlen_starts": 0 * up, "varlen_ends": up + 1},
+        "no ends": {"varlen_starts": 0 * up},
+        "mask and bounds": {"mask": causal, "varlen_starts": 0 * up, "varlen_ends": up},
+        "keys": {"varlen_starts": 0 * up, "varlen_ends": up + 1, "key_positions": up},
+        "other keys": {"varlen_starts": 0 * up, "varlen_ends": up + 1, "key_positions": up.flip(0)},
+    }.items():
+        yield bounds, name, outcome(bounds, sq=8, skv=8, device=up.device, **{**none, **given})
+    if hasattr(dsa, "_validate_nonpacked_cp_uniform_length"):
+        uniform, group = dsa._validate_nonpacked_cp_uniform_length, torch.distributed.group.WORLD
+        for skv, cp in ((8, 1), (16, 1), (7, 2), (16, 2), (8, 2)):
+            yield uniform, f"keys {skv}, cp={cp}", outcome(uniform, 8, skv, cp, group, torch.device(device))
+
+
+def changed(modules, originals):
+    """Functions and classes whose text is not the release's."""
+    for ours, theirs in zip(modules, originals, strict=True):
+        for name, thing in vars(theirs).items():
+            own = inspect.isfunction(thing) or (inspect.isclass(thing) and thing.__module__ == theirs.__name__)
+            if own and inspect.getsource(thing) != inspect.getsource(getattr(ours, name)):
+                yield name
+
+
+def wide(dsa, layout, masking):
+    """Name -> a call on WIDE's cu_seqlens: 131,072 rows of 64 sequences, on the last of 8 ranks."""
+    order = layout.build_packed_allgather_cp_query_positions_and_key_reorder
+
+    def scattered(cu):
+        mask, picked = torch.full((1, 512, WIDE[0][-1]), -INF, device=cu.device), torch.arange(2048, device=cu.device)
+        masking.scatter_topk_into_index_mask(mask, (picked.int() - 1).expand(1, 512, 2048))
+        return mask
+
+    return {
+        "64 sequences of 131,072 rows, cp=8: positions and keys": lambda cu: torch.cat(
+            order(cu, cu, 8, 7, cu.device, WIDE[0][-1] // 8)
+        ),
+        "131,072 position ids": lambda cu: layout.extract_query_positions_from_position_ids(
+            torch.arange(WIDE[0][-1], device=cu.device).expand(2, -1), WIDE[0][-1], cu.device
+        ),
+        "top 2048 of 131,072 keys for 512 queries": scattered,
+    }
+
+
+def of_ranks(file):
+    """What each of two ranks is told of equal and of unequal lengths."""
+    torch.distributed.init_process_group("gloo")
+    dsa, group, rank = importlib.import_module(f"{DSA}.dsa"), torch.distributed.group.WORLD, torch.distributed.get_rank()
+    uniform = dsa._validate_nonpacked_cp_uniform_length
+    told = [outcome(uniform, sq, 16, 2, group, torch.device("cpu")) for sq in (8, 6 + 2 * rank)]
+    Path(f"{file}.{rank}").write_text("\n".join(map(str, told)))
+
+
+def two_ranks():
+    with tempfile.TemporaryDirectory() as folder:
+        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+        words = [sys.executable, *sys.orig_argv[1:], "--ranks", f"{folder}/found"]
+        done = subprocess.run([*run, *words], capture_output=True, text=True, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"})
+        if done.returncode:
+            sys.exit(done.stderr[-4000:])
+        return [Path(folder, f"found.{rank}").read_text().splitlines() for rank in (0, 1)]
+
+
+def main():
+    modules = release()
+    originals = as_released()
+    dsa = modules[0]
+    check("control", "the release's modules are others", modules[1].__file__ != originals[1].__file__)
+    tested = set()
+    for device in ("cpu", "cuda:0")[: 1 + REAL]:
+        worst, count = {}, {}
+        for ours, theirs in zip(cases(*modules, device), cases(*originals, device), strict=True):
+            name = ours[0].__name__
+            tested.add(name)
+            count[name] = count.get(name, 0) + 1
+            if ours[1:] != theirs[1:]:
+                worst.setdefault(name, ours[1])
+        for name, number in count.items():
+            said = f", but for {worst[name]}" if name in worst else ""
+            check("trigger", f"{name}, {number} cases, {device}: as the release's{said}", name not in worst)
+        right = list(packed(modules[1], device))
+        wrong = [name for name, good in right if not good]
+        said = f"wrong: {wrong[0]}" if wrong else "right"
+        check("trigger", f"packed rows by the definition of zigzag order, {len(right)} cases, {device}: {said}", not wrong)
+    other = sorted(set(changed(modules, originals)) - tested)
+    check("trigger", f"no function that is not compared is changed: {other or 'none'}", not other)
+    if hasattr(dsa, "_validate_nonpacked_cp_uniform_length"):
+        for rank, told in enumerate(two_ranks()):
+            check("trigger", f"rank {rank} of 2: equal lengths are taken", told[0] == "[None]")
+            check("trigger", f"rank {rank} of 2: unequal ones are refused by number", "[6, 8]" in told[1])
+        with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
+            args = 8, 24, 2, torch.distributed.group.WORLD, torch.device("cuda:0")
+            said = outcome(dsa._validate_nonpacked_cp_uniform_length, *args)
+        check("trigger", "keys of another length are refused while a graph is captured, too", said[0] == "RuntimeError")
+    for made in (helpers, wide):
+        released = made(*originals)
+        for name, call in made(*modules).items():
+            pair = WIDE if made is wide else lengths_of(name)
+            said = captured(call, pair, released[name])
+            check(
+                "trigger",
+                f"{name}: {said or 'captured, and replayed as the release does it eagerly' if REAL else 'captured'}",
+                said is None,
+            )
+    finish()
+
+
+if __name__ == "__main__":
+    options = parser.parse_args()
+    if options.ranks:
+        of_ranks(options.ranks)
+    else:
+        main()
