@@ -93,7 +93,11 @@ def test_an_upstream_that_asks_for_a_newer_python_is_told_of_it_where_this_one_i
         ('"<2" = { verdict = "REPRODUCED"', '"<2" = { verdict = "REPRODUCED\\n"', r"expected.<2.verdict"),
         ('pinned = ["1.0"]', 'pinned = ["1.0"]\nprefix = "src/\\n"', "prefix"),
         ('pinned = ["1.0"]', 'pinned = ["1.0"]\nvariants = { a = { sorce = "x" } }', "variants.a: .*known are arguments, lane"),
-        ('pinned = ["1.0"]', 'pinned = ["1.0"]\nvariants = { a = { pinned = true } }', "'pinned' is for a variant with a source"),
+        (
+            'pinned = ["1.0"]',
+            'pinned = ["1.0"]\nvariants = { a = { pinned = true } }',
+            "'pinned' is for a variant with a source",
+        ),
         ('pinned = ["1.0"]', 'pinned = ["1.0"]\nvalidate = "../../x.py"', "validate"),
         ('pinned = ["1.0"]', 'pinned = ["1.0"]\nthreads = ["https://x/\\n"]', "threads"),
     ],

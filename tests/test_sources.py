@@ -76,7 +76,9 @@ def test_a_pinned_commit_runs_with_the_releases_and_one_that_is_not_there_is_tol
     folder, pack, commit, _ = clone
     pinned = {"one": structs.replace(pack.variants["one"], pinned=True)}
     pinned["two"] = structs.replace(pinned["one"], source="0" * 40)
-    plan = plans.planned(replace(pack, variants=pinned), "", pack.lanes[0], threads=1, results=tmp_path, machine="m", cache=tmp_path / "cache")
+    plan = plans.planned(
+        replace(pack, variants=pinned), "", pack.lanes[0], threads=1, results=tmp_path, machine="m", cache=tmp_path / "cache"
+    )
     monkeypatch.setattr(run, "CACHE", tmp_path / "cache")
     wanted, missing = run._with_commits(plan, [], folder, Console())
     assert [(each.variant, release.version[:16]) for each, release in wanted] == [("one", f"0+git.{commit[:10]}")]
