@@ -232,7 +232,7 @@ def main():
     fields = importlib.import_module("megatron.core.transformer").TransformerConfig.__dataclass_fields__
     sizes = BIG[device]
     for dtype in (torch.float32, torch.bfloat16):
-        judge(function("{} tokens, H={} V={}".format(*sizes), device, sizes=sizes, dtype=dtype), "one rank")
+        judge(function("{} tokens, H={} V={} {}".format(*sizes, dtype), device, sizes=sizes, dtype=dtype), "one rank")
     for kind in kinds:
         for name, more in (
             ("plain", {}),
