@@ -36,7 +36,8 @@ def test_the_receipts_are_what_the_readme_says():
     assert f"another `ignore_index` | {plain:.1e} |" in readme
     big = "one rank: 64 tokens, H=256 V=151936 torch.float32"
     assert f"| V=151936 | {worst(log, big):.1e} |" in readme
-    assert f"| {max(map(float, re.findall(r'off by (\S+) roundings', log))):.1f} roundings |" in readme
+    roundings = re.findall(r"off by (\S+) roundings", log)
+    assert f"| {max(map(float, roundings)):.1f} roundings |" in readme
     far = [worst(log, f"one rank: logits around {shift}:") for shift in ("-128", "1000")]
     assert "| {:.1e}, {:.1e} |".format(*far) in readme
     for way, row in (("TP=2", "TP=2, each rank, gloo"), ("SP=2", "TP=2 with sequence parallelism, each rank, gloo")):
