@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from pathlib import Path
 
 import nox
@@ -18,15 +19,17 @@ nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_venv = "yes"
 
 ROOT = Path(__file__).parent
+#: What the person calls python, which is not the session's.
+PYTHON = shutil.which("python3") or shutil.which("python") or ""
 PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 
 
 def runner(session: nox.Session, *arguments: str, extra: str = "") -> None:
     """Run ``python -m common`` with this session's name in its help texts."""
     session.install("--quiet", "--editable", f".[{extra}]" if extra else ".")
-    prog = f"nox -s {session.name} --"
+    told = {"PROG": f"nox -s {session.name} --", "CWD": session.invoked_from, "PYTHON": PYTHON}
     try:
-        session.run("python", "-m", "common", *arguments, env={"REPRODUCER_PROG": prog, "REPRODUCER_CWD": session.invoked_from})
+        session.run("python", "-m", "common", *arguments, env={f"REPRODUCER_{name}": value for name, value in told.items()})
     except nox.command.CommandFailed as error:
         # nox itself exits with 1 whatever failed; what cron and CI tell apart has to get through: a mistake, a change.
         if getattr(error, "return_code", None) in (2, 3) or str(error).endswith(("code 2", "code 3")):
@@ -156,6 +159,12 @@ def cluster(session: nox.Session) -> str:
 def pins(session: nox.Session) -> None:
     """Say which release to pin, and write constraints.txt: nox -s pins -- liger-kernel."""
     runner(session, "pins", *session.posargs)
+
+
+@nox.session(default=False)
+def check(session: nox.Session) -> None:
+    """Say which known bugs what is installed has: nox -s check [-- requirements.txt | uv.lock | --python PATH]."""
+    runner(session, "check", *session.posargs)
 
 
 @nox.session(default=False)

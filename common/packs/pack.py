@@ -82,6 +82,9 @@ class Pack:
     package: str
     upstream: str
     kind: str
+    #: To whom, in a line, for `nox -s check`; and what they can do about it on an affected release.
+    matters: str
+    workaround: str
     lanes: tuple[str, ...]
     requires: tuple[str, ...]
     threads: tuple[str, ...]
@@ -307,6 +310,9 @@ class _Toml(Struct, forbid_unknown_fields=True, kw_only=True):
     package: str
     upstream: str
     kind: Kind
+    #: To whom, in a line, for `nox -s check`; and what they can do about it on an affected release.
+    matters: str = ""
+    workaround: str = ""
     lanes: list[str]
     pinned: list[str]
     expected: dict[str, _Expected]

@@ -161,6 +161,8 @@ class Entry(Struct):
     package: Annotated[str, Meta(description="name on PyPI")]
     upstream: Annotated[str, Meta(description="owner/name of the repository")]
     kind: str
+    matters: Annotated[str, Meta(description="whom it concerns")]
+    workaround: str
     threads: tuple[str, ...]
     fixed: dict[str, str]
     bad: list[Bad]
@@ -186,6 +188,8 @@ def document(packs: Sequence[Pack], stored: History) -> Timeline:
                 package=package,
                 upstream=pack.upstream,
                 kind=pack.kind,
+                matters=pack.matters,
+                workaround=pack.workaround,
                 threads=pack.threads,
                 fixed=dict(pack.fixed),
                 bad=[Bad(first=s.first, last=s.last, fixed=s.fixed, versions=s.versions) for s in stretches(runs)],

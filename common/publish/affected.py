@@ -1,0 +1,185 @@
+"""Which known bugs a set of installed versions has, from results/timeline.json alone: no network, no receipt is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
+
+from common.errors import UserError
+from common.store.cell import order
+from common.store.grade import strength
+
+
+class _Run(Struct):
+    """Of the timeline's fields those that are asked for here; msgspec skips the others."""
+
+    machine: str
+    side: str
+    outcome: str
+    reason: str
+    evidence: str
+    stale: bool
+    receipt: str
+    runs: int = 1
+    agree: int = 1
+
+
+class _Release(Struct):
+    version: str
+    runs: list[_Run]
+
+    def best(self) -> _Run | None:
+        """As `common.store.history.best` chooses."""
+        found = [run for run in self.runs if run.side == "unpatched"]
+        return max(found, key=lambda r: (not r.stale, r.runs == r.agree, strength(r.evidence), r.machine), default=None)
+
+
+class _Entry(Struct):
+    pack: str
+    title: str
+    package: str
+    upstream: str
+    kind: str
+    releases: list[_Release]
+    matters: str = ""
+    workaround: str = ""
+
+
+class _Index(Struct):
+    packs: list[_Entry]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """What is known of one bug in one installed version. ``status``: affected, unaffected or unknown."""
+
+    pack: str
+    title: str
+    kind: str
+    package: str
+    version: str
+    status: str
+    #: Of an unknown one: why.
+    why: str
+    matters: str
+    workaround: str
+    #: The best run's level and receipt; "none" and "" where there is no run.
+    evidence: str
+    receipt: str
+    #: Whether the pack's fix was seen to cure this very release.
+    cured: bool
+    #: The nearest releases that were seen without the bug: newer, older.
+    newer: str
+    older: str
+
+    def right_in(self) -> str:
+        named = [f"{self.newer} (newer)"] * bool(self.newer) + [f"{self.older} (older)"] * bool(self.older)
+        return ", ".join(named) or "no release that was run"
+
+
+def load(timeline: Path) -> list[_Entry]:
+    """The packs about faults: not those about how code is written, and not the self-test."""
+    try:
+        index = msgspec.json.decode(timeline.read_bytes(), type=_Index)
+    except OSError as error:
+        raise UserError(f"{timeline} cannot be read ({error.strerror}): `python -m common tables` writes it.") from error
+    except msgspec.MsgspecError as error:
+        raise UserError(f"{timeline} is not a timeline: {error}. `python -m common tables` writes it anew.") from error
+    return [entry for entry in index.packs if entry.kind not in ("refactor", "selftest")]
+
+
+def findings(index: Iterable[_Entry], versions: Mapping[str, str], open_: Mapping[str, str] | None = None) -> list[Finding]:
+    """One for each pack about a package that is installed, or (``open_``: name -> what is asked for) wanted in no one version."""
+    found = []
+    for entry in index:
+        name = canonicalize_name(entry.package)
+        if name in versions:
+            found.append(_finding(entry, versions[name]))
+        elif open_ and name in open_:
+            found.append(_told(entry, open_[name], "unknown", "which version is not said", None))
+    return sorted(found, key=lambda f: (f.package, f.pack))
+
+
+def _finding(entry: _Entry, version: str) -> Finding:
+    try:
+        public = Version(version)
+    except InvalidVersion:
+        return _told(entry, version, "unknown", "its version is not one of PEP 440", None)
+    at = next((r for r in entry.releases if order(r.version) == public), None)
+    run = at.best() if at else None
+    if at is None or run is None:
+        why = f"it was not run; {entry.releases[-1].version} is the newest that was"
+        if public.local:
+            base = _finding(entry, public.public)
+            why = f"a local build; {public.public} is {base.status}" if base.receipt else why
+        return _told(entry, version, "unknown", why, None)
+    if run.outcome == "REPRODUCED":
+        status, why = "affected", ""
+    elif run.outcome == "ABSENT":
+        status, why = "unaffected", ""
+    elif run.outcome == "UNTESTABLE" and run.reason.partition(" ")[0] == "no-api":
+        status, why = "unaffected", "the API of the bug is not in it"
+    elif run.outcome == "CHANGED":
+        status, why = "unknown", f"something else happens in it: {run.reason}"
+    else:
+        status, why = "unknown", f"it could not be told: {run.outcome}{f': {run.reason}' if run.reason else ''}"
+    if status != "unknown" and (run.stale or run.runs != run.agree):
+        why = "seen with an earlier script" if run.stale else f"{run.agree} of {run.runs} runs"
+        status = "unknown" if status == "unaffected" else status
+    cured = any(r.side == "patched" and r.outcome == "ABSENT" and r.machine == run.machine for r in at.runs)
+    return _told(entry, version, status, why, run, cured)
+
+
+def _told(entry: _Entry, version: str, status: str, why: str, run: _Run | None, cured: bool = False) -> Finding:
+    newer = older = ""
+    if status == "affected":
+        right = [r.version for r in entry.releases if (best := r.best()) and best.outcome == "ABSENT" and not best.stale]
+        finals = [v for v in right if not order(v).is_prerelease] or right
+        newer = next((v for v in finals if order(v) > order(version)), "")
+        older = next((v for v in reversed(finals) if order(v) < order(version)), "")
+    return Finding(
+        pack=entry.pack,
+        title=entry.title,
+        kind=entry.kind,
+        package=entry.package,
+        version=version,
+        status=status,
+        why=why,
+        matters=entry.matters,
+        workaround=entry.workaround,
+        evidence=run.evidence if run else "none",
+        receipt=run.receipt if run else "",
+        cured=cured,
+        newer=newer,
+        older=older,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Upgrade:
+    """What another version of some packages would change."""
+
+    fixed: list[Finding]
+    brought: list[Finding]
+    kept: list[Finding]
+    #: What is not known of the versions that would come.
+    unknown: list[Finding]
+
+
+def upgrade(index: list[_Entry], versions: Mapping[str, str], wanted: Mapping[str, str]) -> Upgrade:
+    """``wanted`` may name packages that are not installed yet."""
+    before = {f.pack: f for f in findings(index, {n: v for n, v in versions.items() if n in wanted})}
+    after = findings(index, wanted)
+    was = {name for name, f in before.items() if f.status == "affected"}
+    return Upgrade(
+        fixed=[before[f.pack] for f in after if f.pack in was and f.status == "unaffected"],
+        brought=[f for f in after if f.status == "affected" and f.pack not in was],
+        kept=[f for f in after if f.status == "affected" and f.pack in was],
+        unknown=[f for f in after if f.status == "unknown"],
+    )

@@ -1,0 +1,224 @@
+"""``check``: what is installed against what is known, from every kind of input, in every format, and every mistake in a sentence."""
+
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+
+import jsonschema
+import pytest
+import yaml
+from helpers import ROOT
+
+from common.cli import main
+from common.install import stack
+from common.publish import affected
+
+
+def run(capsys, *words):
+    code = main(["check", *map(str, words)])
+    said = capsys.readouterr()
+    return code, said.out + said.err
+
+
+@pytest.fixture
+def results(tmp_path):
+    """An index of two packs on one package, and one on another."""
+
+    def release(version, outcome, reason="", **more):
+        run = {"machine": "m", "side": "unpatched", "outcome": outcome, "reason": reason, "evidence": "source", "stale": False}
+        runs = [{**run, "receipt": f"m/{version}.json", **more}]
+        if outcome == "REPRODUCED":
+            runs.append({**runs[0], "side": "patched", "outcome": "ABSENT"})
+        return {"version": version, "runs": runs}
+
+    def entry(pack, package, releases, **more):
+        told = {
+            "pack": pack,
+            "title": f"{pack} breaks",
+            "package": package,
+            "upstream": "a/b",
+            "kind": "crash",
+            "matters": "who calls it",
+        }
+        return {**told, "workaround": "", "threads": [], "fixed": {}, "bad": [], "releases": releases, **more}
+
+    first = [("1.0", "ABSENT"), ("2.0", "REPRODUCED"), ("3.0rc1", "ABSENT"), ("3.0", "ABSENT")]
+    first += [("4.0", "UNTESTABLE", "import"), ("5.0", "CHANGED", "other")]
+    second = [release("2.0", "UNTESTABLE", "no-api"), release("3.0", "REPRODUCED", stale=True)]
+    packs = [
+        entry("pack50", "toy-pkg", [release(*each) for each in first]),
+        entry("pack51", "toy-pkg", second),
+        entry("pack52", "other", [release("1.0", "ABSENT", runs=3, agree=2)]),
+        entry("pack53", "toy-pkg", [release("2.0", "REPRODUCED")], kind="refactor"),
+    ]
+    (tmp_path / "timeline.json").write_text(json.dumps({"schema": 1, "packs": packs}))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("version", "pack50", "pack51", "code"),
+    [
+        ("2.0", "affected", "unaffected", 1),
+        ("1.0", "unaffected", "unknown", 0),
+        ("3.0", "unaffected", "affected", 1),
+        ("4.0", "unknown", "unknown", 0),
+        ("5.0", "unknown", "unknown", 0),
+        ("2.5", "unknown", "unknown", 0),
+        ("2.0+cu126", "unknown", "unknown", 0),
+    ],
+)
+def test_each_verdict(results, capsys, version, pack50, pack51, code):
+    (results / "requirements.txt").write_text(f"Toy_Pkg=={version}\n")
+    done, said = run(capsys, results / "requirements.txt", "--results", results, "--json")
+    found = {f["pack"]: f for status in ("affected", "unknown", "unaffected") for f in json.loads(said)[status]}
+    assert (found["pack50"]["status"], found["pack51"]["status"], done) == (pack50, pack51, code)
+    assert "pack53" not in found
+    assert all(f["why"] for f in found.values() if f["status"] == "unknown")
+    if version == "2.0":
+        assert (found["pack50"]["newer"], found["pack50"]["older"], found["pack50"]["cured"]) == ("3.0", "1.0", True)
+    if version == "2.0+cu126":
+        assert found["pack50"]["why"] == "a local build; 2.0 is affected"
+
+
+def test_runs_that_differ_are_not_known(results):
+    index = affected.load(results / "timeline.json")
+    assert affected.findings(index, {"other": "1.0"})[0].why == "2 of 3 runs"
+
+
+def test_an_upgrade_says_what_it_fixes_and_what_it_brings(results, capsys):
+    (results / "requirements.txt").write_text("toy-pkg==2.0\n")
+    done, said = run(capsys, results / "requirements.txt", "--results", results, "--upgrade", "toy-pkg==3.0")
+    assert done == 1
+    assert "✓ fixes pack50" in said
+    assert "✗ brings pack51" in said
+    assert run(capsys, results / "requirements.txt", "--results", results, "--upgrade", "toy-pkg==1.0")[0] == 0
+
+
+LOCKS = {
+    "uv.lock": 'version = 1\n[[package]]\nname = "toy-pkg"\nversion = "2.0"\nsource = { registry = "https://x" }\n',
+    "pylock.toml": 'lock-version = "1.0"\n[[packages]]\nname = "toy-pkg"\nversion = "2.0"\n',
+    "constraints.txt": "# why\n\n--index-url https://x\ntoy.pkg == 2.0 ; python_version > '3' # because\n-e .\n./local\n",
+    "frozen.txt": "toy_pkg[extra]==2.0 \\\n    --hash=sha256:aa \\\n    --hash=sha256:bb\nx @ file:///y\n",
+}
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_every_kind_of_file_is_read_with_its_lines(tmp_path, name):
+    (tmp_path / name).write_text(LOCKS[name])
+    found = stack.of_file(tmp_path / name)
+    assert found.versions["toy-pkg"] == "2.0"
+    line = next(i for i, text in enumerate(LOCKS[name].splitlines(), 1) if "toy" in text)
+    assert found.lines["toy-pkg"] == (str(tmp_path / name), line)
+
+
+def test_included_files_ranges_and_files_that_disagree(tmp_path):
+    (tmp_path / "a.txt").write_text("-r b.txt\n-c c.txt\nranged>=1\n")
+    (tmp_path / "b.txt").write_text("-r a.txt\ntoy-pkg\n")
+    (tmp_path / "c.txt").write_text("toy-pkg==2.0\n")
+    found = stack.of_file(tmp_path / "a.txt")
+    assert found.versions == {"toy-pkg": "2.0"}
+    assert found.open == {"ranged": ">=1"}
+    (tmp_path / "d.txt").write_text("toy-pkg==3.0\n")
+    both = stack.merged([stack.of_file(tmp_path / name) for name in ("c.txt", "d.txt")])
+    assert both.open == {"toy-pkg": "2.0 and 3.0 are asked for"}
+    assert both.versions == {}
+
+
+def test_standard_input_and_another_python(results):
+    command = [sys.executable, "-m", "common", "check", "--results", results]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command, "-"], input="toy-pkg==2.0\n", capture_output=True, text=True, env=env)
+    assert done.returncode == 1
+    assert "✗ pack50  toy-pkg 2.0  pack50 breaks" in done.stdout
+    done = subprocess.run([*command, "--python", sys.prefix], capture_output=True, text=True, env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "None is among what packs are about: other, toy-pkg." in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "said"),
+    [
+        ("toy-pkg=2.0\n", (), "requirements.txt:1 is no requirement: 'toy-pkg=2.0'"),
+        ("-r gone.txt\n", (), "asks for gone.txt, which is not there"),
+        ("toy-pkg==2.0\n", ("--upgrade", "toy-pkg"), "is no NAME==VERSION"),
+        ("toy-pkg==2.0\n", ("--upgrade", "numpy==1.0"), "No pack is about numpy"),
+        ("toy-pkg==2.0\n", ("--pack", "pack99"), "pack99 is no pack about a fault"),
+        ("toy-pkg==2.0\n", ("--python", "nowhere"), "not both"),
+    ],
+)
+def test_a_mistake_is_one_sentence(results, capsys, content, words, said):
+    (results / "requirements.txt").write_text(content)
+    code, told = run(capsys, results / "requirements.txt", "--results", results, *words)
+    assert code == 2
+    assert said in told.replace("\n", " ")
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("x.lock", "no list of packages"), ("y.toml", "not valid TOML"), ("z.txt", "cannot be read")]
+)
+def test_files_that_are_none(results, capsys, name, said):
+    if name != "z.txt":
+        (results / name).write_text({"x.lock": "a = 1", "y.toml": "a ="}[name])
+    code, told = run(capsys, results / name, "--results", results)
+    assert code == 2
+    assert said in told.replace("\n", " ")
+
+
+def test_no_index_is_one_sentence(tmp_path, capsys):
+    code, told = run(capsys, "--results", tmp_path)
+    assert code == 2
+    assert "python -m common tables" in told
+
+
+def test_sarif_junit_and_markdown_of_what_is_recorded(tmp_path, capsys):
+    """The schema is SchemaStore's sarif-2.1.0.json at fa3b6446 (Apache License 2.0)."""
+    (tmp_path / "requirements.txt").write_text("numpy==2.0\nliger-kernel==0.7.0\ntransformer-engine>2\n")
+    code, said = run(capsys, tmp_path / "requirements.txt", "--sarif")
+    assert code == 1
+    document = json.loads(said)
+    jsonschema.Draft7Validator(json.loads((ROOT / "tests/data/sarif-2.1.0.json").read_text())).validate(document)
+    result = next(r for r in document["runs"][0]["results"] if r["ruleId"] == "pack09")
+    assert result["locations"][0]["physicalLocation"]["region"]["startLine"] == 2
+    _, said = run(capsys, tmp_path / "requirements.txt", "--junit")
+    suite = ET.fromstring(said)
+    assert suite.get("failures") == "1" == str(len(suite.findall("testcase/failure")))
+    assert int(suite.get("skipped")) == len(suite.findall("testcase/skipped")) > 0
+    _, said = run(capsys, tmp_path / "requirements.txt", "--markdown")
+    assert said.startswith("### 1 known bug in what is installed")
+
+
+def test_every_pack_says_whom_it_matters_to():
+    index = affected.load(ROOT / "results/timeline.json")
+    assert index
+    assert not [entry.pack for entry in index if not entry.matters]
+
+
+@pytest.mark.network
+def test_the_actions_steps_run(tmp_path):
+    """As GitHub runs a composite action: its steps in bash, one after the other."""
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    (tmp_path / "requirements.txt").write_text("liger-kernel==0.7.0\n")
+    action = yaml.safe_load((ROOT / "docs/check/action.yml").read_text())
+    env = {
+        "PATH": f"{tmp_path / 'venv/bin'}{os.pathsep}{os.environ['PATH']}",
+        "GITHUB_ACTION_PATH": str(ROOT / "docs/check"),
+        "GITHUB_OUTPUT": str(tmp_path / "output"),
+        "GITHUB_STEP_SUMMARY": str(tmp_path / "summary"),
+        "RUNNER_TEMP": str(tmp_path),
+        "FILE": "requirements.txt",
+    }
+    codes = []
+    for step in action["runs"]["steps"]:
+        done = subprocess.run(
+            ["bash", "-eo", "pipefail", "-c", step["run"]], cwd=tmp_path, env=env, capture_output=True, text=True
+        )
+        codes.append((done.returncode, done.stderr))
+    assert [code for code, _ in codes] == [0, 1], codes
+    assert "pack09" in (tmp_path / "summary").read_text()
+    assert json.loads((tmp_path / "known-bugs.sarif").read_text())["version"] == "2.1.0"
+    hook = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())[0]
+    done = subprocess.run([*hook["entry"].split(), "requirements.txt"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 1
