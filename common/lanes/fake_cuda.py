@@ -2,14 +2,14 @@
 
 What it replaces:
 
-* ``torch.cuda.is_available`` and what asks for a device, by answers of one GPU; ``torch.cuda.Stream``, ``CUDAGraph`` and ``synchronize``
-  do nothing;
+* ``torch.cuda.is_available`` and what asks for a device, by answers of one GPU; ``torch.cuda.Stream`` and ``CUDAGraph`` do nothing, and
+  ``torch.cuda.synchronize`` nothing but while a graph is captured;
 * ``torch.cuda.stream``: inside, CUDA tensors are fake ones of `torch._subclasses.fake_tensor.FakeTensorMode`, and a question for a value
   is answered with True, or with `NUMBER`;
 * ``torch.cuda.graph``: likewise, and at its end each operation that would have waited for the GPU is an error, as it is while a real
   stream is captured: file, line and code of each, of the package under test.
 
-Branches that only other answers reach are not run. The device has to be called "cuda:0": ``.to("cuda")`` does nothing in a CPU build of torch.
+Branches that only other answers reach are not run, and no value is computed: what a graph gives is not known here. The device has to be called "cuda:0": ``.to("cuda")`` does nothing in a CPU build of torch.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ def prepare() -> None:
         registry = (ctypes.c_void_p * 2).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
         registry[1] = registry[0]
     mode = FakeTensorMode()
-    capturing: list[TorchDispatchMode] = []
+    capturing: list[Any] = []
     really = torch.cuda.is_available
 
     class Waits(TorchDispatchMode):  # type: ignore[misc]
@@ -60,15 +60,25 @@ def prepare() -> None:
                 if name is aten.nonzero:
                     self.note("boolean index")
                     return args[0].new_zeros((args[0].numel(), args[0].dim()), dtype=torch.int64)
-                if name is aten.index and any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]):
-                    self.note("boolean index")
-                    return args[0].clone()
+                if name in (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_):
+                    kinds = [i for i in args[1] if i is not None]
+                    if any(i.dtype in (torch.bool, torch.uint8) for i in kinds):
+                        self.note("boolean index")
+                        return args[0].clone() if name is aten.index else args[0]
+                    if any(i.device.type == "cpu" for i in kinds):
+                        self.note("index on the CPU")
+                if name in (aten.masked_select, aten._unique2, aten.unique_dim, aten.unique_consecutive):
+                    self.note(str(name))
+                    return args[0].flatten()
                 if op is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
                     self.note("repeat_interleave without output_size")
                     return args[0].new_zeros(NUMBER)
-            if name is aten._to_copy and kwargs.get("device") and not kwargs.get("non_blocking"):
+            if name is aten._to_copy and kwargs.get("device"):
                 places.append(torch.device(kwargs["device"]).type)
-            if name in (aten._to_copy, aten.copy_) and set(places) == {"cpu", "cuda"}:
+            # Without waiting only pinned memory is copied, which torch refuses to leave out while a stream is captured.
+            flag = kwargs.get("non_blocking") or (name is aten.copy_ and len(args) > 2 and args[2])
+            pinned = flag and all(a.is_pinned() for a in args[:2] if isinstance(a, torch.Tensor) and a.device.type == "cpu")
+            if name in (aten._to_copy, aten.copy_) and set(places) == {"cpu", "cuda"} and not (pinned and places[-1] != "cpu"):
                 self.note("copy between CPU and GPU")
             return op(*args, **kwargs)
 
@@ -97,7 +107,7 @@ def prepare() -> None:
     torch.cuda.current_device = lambda: 0
     torch.cuda.get_device_name = lambda *given: "fake"
     torch.cuda.get_device_capability = lambda *given: (9, 0)
-    torch.cuda.synchronize = lambda *given: None
+    torch.cuda.synchronize = lambda *given: capturing[-1].note("torch.cuda.synchronize") if capturing else None
     torch.cuda.is_current_stream_capturing = lambda: bool(capturing)
     torch.cuda.Stream = torch.cuda.CUDAGraph = Nothing
     torch.cuda.stream = lambda stream: Waits(kept=False)

@@ -1,8 +1,8 @@
 """The fix: no value of a CUDA tensor is asked for by what packed, and by what non-packed, context-parallel DSA calls in every forward.
 
 build_packed_allgather_cp_local_positions took empty sequences and segments out by boolean indices; repeat_interleave with their length, zero,
-does that by itself. What is left of the rows becomes padding, also where the caller says that there is none, for while a graph is captured its
-inputs may still be zeros. The lengths that ranks tell each other in the non-packed case are compared in eager mode, as they are
+does that by itself; negative ones, as where a shorter list lies in a longer buffer, count as zero. What is left of the rows becomes padding, also
+where the caller says that there is none, for cu_seqlens may still be zeros when a graph is captured. The lengths that ranks tell each other in the non-packed case are compared in eager mode, as they are
 before any graph is captured, and not while one is.
 
 The optional transforms are for commits between da482cf5c8 and d1cab16a01, which no release holds: validations stay in eager mode, and are left
@@ -28,7 +28,7 @@ FIX = {
         replace(
             "empty-sequences",
             r"^    nonzero = seq_lens > 0\n(?:    seq_\w+ = seq_\w+\[nonzero\]\n){3}    if seq_lens\.numel\(\) == 0:\n.*\n",
-            "",
+            "    seq_lens = seq_lens.clamp_min(0)\n",
         ),
         replace(
             "empty-segments", r"^    nonempty_segments = .*\n(?:    segment_\w+ = segment_\w+\[nonempty_segments\]\n){2}", ""

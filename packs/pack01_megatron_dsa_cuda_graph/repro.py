@@ -6,7 +6,7 @@
 
 A boolean index, .item(), `if tensor.all()` and torch.tensor(5, device="cuda") need the GPU's answer, or the CPU's memory. Eagerly that costs
 time; while a stream is captured it is an error. torch.cuda.graph captures each helper as dsa.py calls it; where it can be captured, it is
-replayed with other inputs and compared with eager. nox -s pack01 runs it without a GPU too, where all that waits is found at once.
+replayed with other inputs and compared with eager. nox -s pack01 runs it without a GPU too, where more of what waits is found at once.
 Exits with 10 (BUG_REPRODUCED), 0 (BUG_ABSENT) or 125 (neither).
 """
 
@@ -22,11 +22,11 @@ import torch
 DSA = "megatron.core.transformer.experimental_attention_variant"
 CP = 2  # ranks of context parallelism
 ROWS = 64  # of the packed tensors, on all ranks
-#: cu_seqlens while a graph is captured, and when it is replayed: of all rows; with an empty sequence and 16 rows of padding; none yet.
+#: cu_seqlens while a graph is captured, and when it is replayed, and whether dsa.py says that they cover all rows.
 LENGTHS = {
-    "full": ([0, 16, 16, 64], [0, 8, 48, 64]),
-    "padded": ([0, 16, 16, 48], [0, 32, 40, 48]),
-    "zeros": ([0, 0, 0, 0], [0, 24, 32, 64]),
+    "one sequence": ([0, 64], [0, 64], True),
+    "zeros first": ([0, 0], [0, 64], True),
+    "three and padding": ([0, 16, 16, 48], [0, 32, 40, 48], False),
 }
 
 
@@ -57,54 +57,54 @@ def release():
 
 
 def helpers(dsa, layout, masking):
-    """Name -> a call of one helper on cu_seqlens [4], as dsa.py calls it; without those that the release does not have."""
-    rows, gpu, bounds = range(2), torch.device("cuda:0"), masking.build_fused_indexer_varlen_bounds
-    local = layout.build_packed_allgather_cp_local_positions
+    """Name -> a call of one helper on cu_seqlens, as dsa.py calls it; without those that the release does not have."""
+    local, gpu, calls = layout.build_packed_allgather_cp_local_positions, torch.device("cuda:0"), {}
     pads = "cu_seqlens_cover_output" in inspect.signature(local).parameters  # rows of padding are known of
 
-    def positions(which):
-        more = {"cu_seqlens_cover_output": which != "padded"} if pads else {}
-        return lambda cu: torch.cat([local(cu, CP, rank, cu.device, output_size=ROWS // CP, **more) for rank in rows])
+    def positions(covers):
+        more = {"cu_seqlens_cover_output": covers} if pads else {}
+        return lambda cu: torch.cat([local(cu, CP, rank, cu.device, output_size=ROWS // CP, **more) for rank in range(CP)])
 
+    for name, (first, _, covers) in LENGTHS.items():
+        if pads or (covers and any(first)):
+            calls[f"{local.__name__}, {name}"] = positions(covers)
+    if hasattr(dsa, "_validate_nonpacked_cp_uniform_length"):
+        # A group of one rank: what is asked of the GPU does not depend on how many there are.
+        group = torch.distributed.group.WORLD
+        calls["_validate_nonpacked_cp_uniform_length"] = lambda cu: dsa._validate_nonpacked_cp_uniform_length(
+            8, 8, 1, group, gpu
+        )
+
+    # What was first reported, at da482cf5c8, and the bounds that a packed forward computes.
     def scattered(cu):
         mask = torch.full((2, 8, 16), float("-inf"), device=cu.device)
         masking.scatter_topk_into_index_mask(mask, (torch.arange(4, device=cu.device) - 1).expand(2, 8, 4))
         return mask
 
-    def fused(cu):
+    def bounds(cu):
         at, none = torch.arange(8, device=cu.device), dict.fromkeys(("mask", "varlen_starts", "varlen_ends", "key_positions"))
-        ways = {"mask": at.new_zeros(2, 8, 8).float()}, {"varlen_starts": 0 * at, "varlen_ends": at, "key_positions": at}
-        found = [bounds(sq=8, skv=8, device=cu.device, **{**none, **way}) for way in ways]
-        return torch.cat([bound for pair in found for bound in pair or ()] or [at])
+        for way in {"mask": at.new_zeros(2, 8, 8).float()}, {"varlen_starts": 0 * at, "varlen_ends": at, "key_positions": at}:
+            masking.build_fused_indexer_varlen_bounds(sq=8, skv=8, device=cu.device, **{**none, **way})
 
-    calls = {
-        f"build_packed_allgather_cp_local_positions, {which}": positions(which) for which in list(LENGTHS)[: 3 * pads or 1]
-    }
+    calls["scatter_topk_into_index_mask"], calls["build_fused_indexer_varlen_bounds"] = scattered, bounds
     calls["extract_query_positions_from_position_ids"] = lambda cu: layout.extract_query_positions_from_position_ids(
         torch.zeros(2, 8, dtype=torch.int64, device=cu.device), 8, cu.device
     )
-    calls["scatter_topk_into_index_mask"], calls["build_fused_indexer_varlen_bounds"] = scattered, fused
     calls["generate_varlen_mask_params_for_positions"] = lambda cu: torch.cat(
         masking.generate_varlen_mask_params_for_positions(cu, torch.arange(24, device=cu.device))
     )
-    if hasattr(dsa, "_validate_nonpacked_cp_uniform_length"):
-        # A group of one rank: what is asked of it does not depend on how many there are.
-        group = torch.distributed.group.WORLD
-        calls["_validate_nonpacked_cp_uniform_length"] = lambda cu: dsa._validate_nonpacked_cp_uniform_length(
-            8, 8, 1, group, gpu
-        )
     return calls
 
 
 def lengths_of(name):
-    return LENGTHS.get(name.rpartition(", ")[2], LENGTHS["full"])
+    return LENGTHS.get(name.rpartition(", ")[2], LENGTHS["three and padding"])
 
 
-def captured(call, lengths=LENGTHS["full"], eager=None):
+def captured(call, lengths=LENGTHS["three and padding"], eager=None):
     """What a CUDA graph of ``call`` is refused for: file, line and code; None where it can be captured and replays as ``eager`` gives."""
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     with torch.cuda.stream(side):
-        cu = torch.tensor(lengths[0], device="cuda:0")
+        cu = torch.tensor(lengths[0], dtype=torch.int32, device="cuda:0")
         call(cu)
     torch.cuda.synchronize()
     try:
@@ -117,7 +117,7 @@ def captured(call, lengths=LENGTHS["full"], eager=None):
         where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}: "
         return ("" if FACTS["evidence"] == "source" else where) + str(error).partition("\n")[0]
     if out is not None and FACTS["evidence"] != "source":
-        cu.copy_(torch.tensor(lengths[1]))
+        cu.copy_(torch.tensor(lengths[1], dtype=torch.int32))
         graph.replay()
         torch.cuda.synchronize()
         return None if torch.equal(out, (eager or call)(cu)) else "the replay is not what eager gives"

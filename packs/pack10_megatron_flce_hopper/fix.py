@@ -81,13 +81,11 @@ def _unfused_backward(
 _CHOICE = """\
         fused = None
         if cc[0] == 10:
-            try:
-                import cuda.bindings.driver  # pylint: disable=unused-import
-                import cutlass  # pylint: disable=unused-import
-            except ImportError as error:
-                why = f"its kernels need CUTLASS and CUDA bindings ({error})"
-            else:
-                from .linear_cross_entropy.blackwell import entry as fused
+            # It swallows the error of an import that fails, and then defines nothing.
+            from .linear_cross_entropy.blackwell import entry
+
+            fused = entry if hasattr(entry, "forward") else None
+            why = "CUTLASS or CUDA bindings that its kernels need cannot be imported"
         else:
             why = f"there are no fused kernels for compute capability {cc[0]}.{cc[1]}"
         if fused is None:

@@ -2,9 +2,9 @@
 # requires-python = ">=3.12"
 # dependencies = ["einops", "megatron-core==0.19.2", "numpy>=1.26", "packaging", "torch==2.13.0", "triton==3.7.1"]
 # ///
-"""megatron-core (dev branch): fused linear cross entropy raises on every GPU but Blackwell, and is -inf where logits are far below 0.
+"""megatron-core (dev branch): fused linear cross entropy is for compute capability 10 alone, and is -inf where logits are far below 0.
 
-The dispatcher has one entry, compute capability 10; for any other it raises, and for 10 without CUTLASS too. The epilogues' maximum starts
+The dispatcher has one entry, compute capability 10; for any other it raises, and for 10 without CUTLASS, or with half of it, too. The epilogues' maximum starts
 at 0: where all logits of a token are near -128 the sum of exponentials underflows, and its logarithm is -inf. What is simulated is the
 capability that torch gives; a GPU is asked for its own first. No release has this: nox -s pack10 makes a wheel of the commit.
 Exits with 10 (BUG_REPRODUCED), 0 (BUG_ABSENT) or 125 (neither).
@@ -22,7 +22,12 @@ import torch.nn.functional as F
 
 FUSED = "megatron.core.fusions.fused_linear_cross_entropy"
 BLACKWELL = "megatron.core.fusions.linear_cross_entropy.blackwell"
-T, V, SPLITS = 40, 143360, 70  # tokens, vocabulary, and the parts of it that the main loop hands to the epilogues
+T, V, SPLITS, IGNORED = (
+    40,
+    143360,
+    70,
+    -100,
+)  # tokens, vocabulary, and the parts of it that the main loop hands to the epilogues
 device = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -53,38 +58,57 @@ def loss_error(capability):
     return abs(got.item() - want) / want, "a loss"
 
 
-def dispatched():
-    """What the dispatcher takes for capability 10 where the entry that needs CUTLASS can be imported."""
-    entry = types.ModuleType(f"{BLACKWELL}.entry")
-    entry.forward = entry.backward = lambda *_: None
-    package = importlib.import_module(BLACKWELL)
-    there = ("cutlass", "cuda", "cuda.bindings", "cuda.bindings.driver")
-    names = {name: types.ModuleType(name) for name in there} | {entry.__name__: entry}
-    names["cuda"].bindings, names["cuda.bindings"].driver = names["cuda.bindings"], names["cuda.bindings.driver"]
-    with mock.patch.dict(sys.modules, names), mock.patch.object(package, "entry", entry, create=True), as_if((10, 0)) as fused:
-        return fused._get_platform().forward_func is entry.forward and fused._get_platform().backward_func is entry.backward
+@contextlib.contextmanager
+def importable(*names, **attributes):
+    """Modules that can be imported and hold nothing, but for Blackwell's entry, which holds ``attributes``."""
+    made = {name: types.ModuleType(name) for name in names}
+    for name in made:
+        parent, _, child = name.rpartition(".")
+        if parent in made:
+            setattr(made[parent], child, made[name])
+    entry, package = types.ModuleType(f"{BLACKWELL}.entry"), importlib.import_module(BLACKWELL)
+    vars(entry).update(attributes)
+    given = made | ({entry.__name__: entry} if attributes else {})
+    with mock.patch.dict(sys.modules, given), mock.patch.object(package, "entry", entry, create=True):
+        yield
 
 
-def epilogues(shift):
-    """Losses [T] as the two epilogue kernels make them of the main loop's maxima and sums, and the right ones."""
+def dispatched(capability):
+    """Whether the dispatcher takes the fused kernels where all that they need can be imported."""
+    fused = {"forward": lambda *_: None, "backward": lambda *_: None}
+    with (
+        importable("cutlass", "cutlass.cute", "cuda", "cuda.bindings", "cuda.bindings.driver", **fused),
+        as_if(capability) as made,
+    ):
+        return made._get_platform().forward_func is fused["forward"] and made._get_platform().backward_func is fused["backward"]
+
+
+def epilogues(shift, reduction):
+    """Losses [T] (``reduction`` 0), their sum (1) or mean (2) as the kernels make them of the main loop's maxima and sums; the right ones."""
     kernels = importlib.import_module(f"{BLACKWELL}.triton")
     torch.manual_seed(0)
     logits, labels = torch.randn(T, V, device=device) + shift, torch.randint(0, V, (T,), device=device)
-    right = F.cross_entropy(logits.double(), labels, reduction="none")
-    parts, picked = logits.view(T, SPLITS, -1), logits.gather(1, labels[:, None])[:, 0].contiguous()
+    labels[::7] = IGNORED
+    right = F.cross_entropy(logits.double(), labels, reduction=("none", "sum", "mean")[reduction], ignore_index=IGNORED)
+    parts, picked = logits.view(T, SPLITS, -1), logits.gather(1, labels.clamp_min(0)[:, None])[:, 0].contiguous()
     own = parts.amax(-1).contiguous()
     total = (parts - own[..., None]).exp().sum(-1).contiguous()
     above = (own + 0.5).contiguous()  # as if another rank's maximum were larger
-    empty = lambda: torch.empty(T, device=device)  # noqa: E731
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # which knows no autotuning; there is one configuration
-    run = lambda kernel: kernel.fn[(3,)] if interpreted else kernel[(3,)]  # noqa: E731
-    sizes = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64} if interpreted else {}
-    losses, scalar, count = picked.clone(), torch.zeros((), device=device), torch.tensor(T, device=device)
-    args = (T, SPLITS, -100, labels, 1, count, own, SPLITS, 1, total, SPLITS, 1, empty(), 1, empty(), 1, losses, 1, scalar, 0)
-    run(kernels.forward_dp_epilogue)(*args, **sizes)
-    top, sums = empty(), empty()
-    run(kernels.forward_tp_epilogue)(T, SPLITS, above, SPLITS, 1, own, SPLITS, 1, total, SPLITS, 1, top, 1, sums, 1, **sizes)
-    return {"forward_dp_epilogue": losses, "forward_tp_epilogue": top + sums.log() - picked}, right
+
+    def run(kernel, *args, **sizes):
+        (kernel.fn if interpreted else kernel)[(3,)](*args, **sizes if interpreted else {})
+
+    (dp, tp, count), (top, sums) = torch.zeros(3, device=device).unbind(), torch.empty(2, T, device=device).unbind()
+    count = (labels != IGNORED).sum()
+    of_dp, of_tp, blocks = picked.clone(), picked.clone(), {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64}
+    args = (T, SPLITS, IGNORED, labels, 1, count, own, SPLITS, 1, total, SPLITS, 1, top, 1, sums, 1, of_dp, 1, dp, reduction)
+    run(kernels.forward_dp_epilogue, *args, **blocks)
+    run(kernels.forward_tp_epilogue, T, SPLITS, above, SPLITS, 1, own, SPLITS, 1, total, SPLITS, 1, top, 1, sums, 1, **blocks)
+    args = (T, IGNORED, count, labels, 1, of_tp, 1, top, 1, sums, 1, tp, reduction)
+    run(kernels.forward_tp_epilogue_update_logprobs, *args, BLOCK_SIZE_M=16)
+    found = (dp, tp) if reduction else (of_dp, of_tp)
+    return dict(zip(("forward_dp_epilogue", "forward_tp_epilogue"), found, strict=True)), right, count
 
 
 def main():
@@ -98,21 +122,32 @@ def main():
         finish("UNTESTABLE", "no-device")
     own = torch.cuda.get_device_capability() if device == "cuda" else None
     FACTS.update(file=importlib.import_module(FUSED).__file__, evidence="device:sm_{}{}".format(*own) if own else "interpreter")
-    check("control", "compute capability 10.0 with CUTLASS: the dispatcher takes the fused kernels", dispatched())
-    for capability in ((8, 0), (8, 9), (9, 0), (12, 0), (10, 0)):
-        error, said = loss_error(None if capability == own else capability)
-        name = "compute capability {}.{}".format(*capability) + (" without CUTLASS" if capability == (10, 0) else "")
+    for capability in ((10, 0), (10, 3)):
+        name = "compute capability {}.{} with CUTLASS: the dispatcher takes the fused kernels".format(*capability)
+        check("control", name, dispatched(capability))
+    for capability, missing in (
+        ((8, 0), ""),
+        ((8, 9), ""),
+        ((9, 0), ""),
+        ((12, 0), ""),
+        ((10, 0), "CUTLASS"),
+        ((10, 3), "cutlass.cute"),
+    ):
+        half = ("cutlass", "cuda", "cuda.bindings", "cuda.bindings.driver") if missing == "cutlass.cute" else ()
+        with importable(*half):
+            error, said = loss_error(None if capability == own else capability)
+        name = "compute capability {}.{}".format(*capability) + (f" without {missing}" if missing else "")
         check("trigger", f"{name}: {said}", error=error, limit=1e-5)
-        lost = f"ValueError in __init__: Unsupported architecture: {capability[0]}"
-        lost = said.endswith("has no attribute 'forward'") if capability == (10, 0) else said == lost
-        check("signature", f"{name}: the dispatcher raises", lost)
-    for shift, role in ((0.0, "control"), (-128.0, "trigger"), (-1e4, "trigger")):
-        found, right = epilogues(shift)
+        lost = "has no attribute 'forward'" if missing else f"ValueError in __init__: Unsupported architecture: {capability[0]}"
+        check("signature", f"{name}: the dispatcher raises", said.endswith(lost))
+    for shift, reduction in ((0.0, 0), (0.0, 1), (0.0, 2), (-128.0, 0), (-1e4, 0)):
+        found, right, count = epilogues(shift, reduction)
         for kernel, loss in found.items():
-            error = ((loss.double() - right).norm() / right.norm()).item()
-            check(role, f"{kernel}, V={V}, logits around {shift:g}: error of the loss", error=error, limit=1e-4)
-            if role == "trigger":
-                check("signature", f"{kernel}: every loss is -inf", bool((loss == -torch.inf).all()))
+            error, role = ((loss.double() - right).norm() / right.norm()).item(), "trigger" if shift else "control"
+            what = ("losses", "their sum", "their mean")[reduction]
+            check(role, f"{kernel}, V={V}, logits around {shift:g}: {what}", error=error, limit=1e-4)
+            if shift:
+                check("signature", f"{kernel}: every loss is -inf", (loss == -torch.inf).sum() == count)
     finish()
 
 

@@ -1,4 +1,5 @@
-"""The fix: a gradient for each token, whatever its strides; a mean over the tokens that are not ignored; rows where the logits have them.
+"""The fix: a gradient for each token, whatever its strides; a mean over the tokens that are not ignored; rows where the logits have them; and the
+label's 1 taken from its probability in fp32, before that is rounded to the dtype of the logits.
 
 Releases differ in what they need, and from 2.10 the kernels are in a file of their own: all edits are optional.
 """
@@ -19,8 +20,35 @@ def _count(expression):
     )
 
 
+_SUBTRACTED = """\
+        X_block = tl.exp(X_block - m) / d - eps
+        X_block -= tl.where(X_offsets == y - rank * n_cols, 1 - label_smoothing, 0.0)
+"""
+_STORED = r"(^        tl\.store\(X_ptr \+ X_offsets, X_block\.to\(grad_dtype\), mask=X_offsets < n_cols\)\n)"
+_FOUND = r"tl\.exp\(X_block - m\) / d - eps"
+
+
 def _kernels(where):
     return (
+        replace(
+            f"{where}-label",
+            rf"^        if reduce_loss:\n            X_block = \({_FOUND}\) / \(n_non_ignore\)\n        else:\n            X_block = {_FOUND}\n{_STORED}",
+            lambda found: f"{_SUBTRACTED}        if reduce_loss:\n            X_block /= n_non_ignore\n{found[1]}",
+            optional=True,
+        ),
+        replace(
+            f"{where}-label-always-divided",
+            rf"^        X_block = \({_FOUND}\) / \(n_non_ignore\)\n{_STORED}",
+            lambda found: f"{_SUBTRACTED}        X_block /= n_non_ignore\n{found[1]}",
+            optional=True,
+        ),
+        replace(
+            f"{where}-label-once",
+            r"^    vocab_start_idx = .*\n    vocab_end_idx = .*\n    if y >= vocab_start_idx:\n        if y < vocab_end_idx:\n"
+            r"(?:            .*\n)+?            tl\.store\(X_ptr \+ y - vocab_start_idx, X_y\)\n",
+            "",
+            optional=True,
+        ),
         replace(
             f"{where}-rows",
             r"^    n_cols,\n    n_non_ignore,\n",

@@ -2,23 +2,18 @@
 # requires-python = ">=3.10"
 # dependencies = ["numpy>=1.26", "packaging", "torch==2.13.0", "transformer-engine==2.7.0", "triton==3.7.1"]
 # ///
-"""transformer-engine: parallel_cross_entropy gives wrong gradients for weighted tokens, and for logits, gradients and labels of other layouts.
+"""transformer-engine: parallel_cross_entropy gives wrong gradients for weighted tokens, ignored labels, bf16, and logits of other layouts.
 
-Five bugs of one function: gradients of unreduced losses were divided by the tokens (right in 2.5), and multiplied by grad_output[0] (#2139, right in
-2.8), which was then read as if it were contiguous where its stride is 0 (#2402, right in 2.11); a mean divided by all tokens, ignored ones too
-(#2476, right in 2.12); and rows of logits were taken to be stride(-2) apart, so that transposed logits were read and written out of bounds.
-
-The release's own autograd function and Triton kernels run, on a GPU, or without one on Triton's interpreter. Of the package around them, which needs a
-compiled extension, nothing is imported. Exits 10 (BUG_REPRODUCED: any of them), 0 (BUG_ABSENT) or 125 (neither).
+Six bugs of one function. Gradients of unreduced losses were divided by the tokens (right in 2.5), and multiplied by grad_output[0] (#2139, right in
+2.8), which was then read as if it were contiguous where its stride is 0 (#2402, 2.11); a mean was divided by ignored tokens too (#2476, 2.12); transposed
+logits were read and written out of bounds (#2746, 2.14); and a probability was rounded to bf16 before the label's 1 was taken from it (#3193, 2.18).
+The release's own autograd function and Triton kernels run, on a GPU, or without one on Triton's interpreter; the packages around them, which need a
+compiled extension, are not imported. Exits with 10 (BUG_REPRODUCED: any of them), 0 (BUG_ABSENT) or 125 (neither).
 """
 
-import argparse
 import importlib
 import importlib.util
 import inspect
-import json
-import os
-import sys
 import types
 from importlib.metadata import distribution
 from pathlib import Path
@@ -26,37 +21,19 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.parse_args()
+B, S, V, IGNORED, LIMIT = 3, 8, 50257, 4, 1e-5
 device = "cuda" if torch.cuda.is_available() else "cpu"
-if device == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"
-B, S, V, IGNORED, LIMIT = 3, 8, 200, 4, 1e-5
-patched = os.environ.get("REPRODUCER_SIDE") == "patched"
-facts = {"reproducer": 1, "comparisons": [], "metrics": {"errors": {}}}
-facts["evidence"] = "device:sm_{}{}".format(*torch.cuda.get_device_capability()) if device == "cuda" else "interpreter"
-metrics = facts["metrics"]
 
 
-def finish(verdict, reason=""):
-    absent = "FIX_VALIDATED" if patched else "BUG_ABSENT"
-    word = {"REPRODUCED": "BUG_REPRODUCED", "ABSENT": absent}.get(verdict, verdict)
-    print(json.dumps({**facts, "verdict": verdict}))
-    print(f"{word}: {reason}" if reason else word)
-    sys.exit({"REPRODUCED": 10, "ABSENT": 0}.get(verdict, 125))
-
-
-def compare(role, name, got, want):
-    error = ((got.double() - want).norm() / want.norm()).item()
-    error = error if error < float("inf") else None  # JSON has no inf and no nan
-    facts["comparisons"].append({"role": role, "name": name, "error": error, "limit": LIMIT})
-    metrics["errors"][name] = error
-    print(f"{role:<8} {name:<84} {error if error is None else format(error, '.1e')}")
-    return error
-
-
-def function_of():
+def release():
     """CrossEntropyFunction, without the packages around it: they load a compiled extension that it does not use."""
+    found = distribution("transformer-engine")
+    FACTS["version"] = found.version
+    if not found.locate_file("transformer_engine/pytorch/triton/cross_entropy.py").exists():
+        print("This release has no parallel_cross_entropy.")
+        finish("UNTESTABLE", "no-api")
+    if device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
     root = Path(importlib.util.find_spec("transformer_engine").origin).parent
     for name in ("", ".pytorch", ".pytorch.triton", ".common", ".common.triton"):
         module = types.ModuleType(f"transformer_engine{name}")
@@ -64,66 +41,133 @@ def function_of():
         sys.modules[module.__name__] = module
     jit = sys.modules["transformer_engine.pytorch.jit"] = types.ModuleType("transformer_engine.pytorch.jit")
     jit.no_torch_dynamo = lambda *_, **__: lambda function: function  # all that is taken from it: nothing is compiled here
-    return importlib.import_module("transformer_engine.pytorch.cross_entropy").CrossEntropyFunction
+    function = importlib.import_module("transformer_engine.pytorch.cross_entropy").CrossEntropyFunction
+    gpu = "device:sm_{}{}".format(*torch.cuda.get_device_capability()) if device == "cuda" else "interpreter"
+    FACTS.update(file=sys.modules[function.__module__].triton_cross_entropy.__file__, evidence=gpu)
+    return function
 
 
-def case(role, name, *, mean=False, ignored=0, weights=None, transposed=False):
-    """Loss and gradient of the logits [B, S, V] in fp32 against torch in fp64."""
+def inputs(ignored=0, confident=False, sizes=(B, S, V), dtype=torch.float32):
+    """Logits [B, S, V] and labels [B, S]; ``confident`` ones give each label a probability near 1."""
     torch.manual_seed(0)
-    logits = torch.randn(B, S, V, device=device)
-    labels = torch.randint(0, V, (B, S), device=device)
+    logits, labels = torch.randn(sizes), torch.randint(0, sizes[2], sizes[:2])
+    logits.scatter_add_(2, labels[..., None], torch.full((*sizes[:2], 1), 20.0 * confident))
     if ignored:
-        labels.view(-1)[:: B * S // ignored] = -100
+        labels.view(-1)[:: labels.numel() // ignored] = -100
+    return logits.to(device, dtype), labels.to(device)
+
+
+def outcome(function, logits, labels, given, mean=False, transposed=False, smoothing=0.0):
+    """Loss, gradient, torch's own of both in fp64, and how many numbers are written out of bounds. ``given``: gradient of the loss."""
     exact = logits.double().requires_grad_()
-    right = F.cross_entropy(exact.view(-1, V), labels.view(-1), reduction="mean" if mean else "none", ignore_index=-100)
-    given = torch.ones((), device=device) if mean else torch.ones(B, S, device=device)
-    if weights == "random":
-        given = torch.rand(B, S, device=device)
-    elif weights == "expanded":  # as sum() makes it; what lies behind the one number must not matter
-        given = torch.tensor([1.0] + [float("nan")] * B * S, device=device)[:1].expand(B, S)
+    how = {"reduction": "mean" if mean else "none", "label_smoothing": smoothing}
+    right = F.cross_entropy(exact.flatten(0, 1), labels.flatten(), **how)
     right.backward(given.double().reshape(right.shape))
+    b, s, v = logits.shape
     # Room behind the logits for what is written out of bounds; it has to stay as it is.
-    room = torch.zeros((B + 1) * B * S * V, device=device)
-    mine = room[: B * S * V]
-    mine = mine.view(S, B, V).transpose(0, 1) if transposed else mine.view(B, S, V)
-    mine.copy_(logits)
-    mine.requires_grad_()
-    loss = function.apply(mine, labels, 0.0, mean, None)
+    room = torch.zeros((b + 1 if transposed else 1) * logits.numel(), device=device, dtype=logits.dtype)
+    mine = room[: logits.numel()]
+    mine = mine.view(s, b, v).transpose(0, 1) if transposed else mine.view(b, s, v)
+    mine.copy_(logits).requires_grad_()
+    loss = function.apply(mine, labels, smoothing, mean, None)
     loss.backward(given.reshape(loss.shape))  # a mean is of shape [1] from 2.12 on
-    compare(role, f"{name}: loss", loss.detach().reshape(right.shape), right.detach())
-    compare(role, f"{name}: gradient", mine.grad, exact.grad)
-    if transposed:
-        outside = room[B * S * V :].count_nonzero().item()
-        facts["comparisons"].append({"role": role, "name": f"{name}: written out of bounds", "holds": outside > 0})
-        print(f"{role:<8} {name + ': numbers written out of bounds':<84} {outside}")
-    if role == "control":
-        metrics["writes into the logits"] = not torch.equal(mine.detach(), logits)
-        metrics["shape of a mean"] = list(loss.shape)
+    outside = room[logits.numel() :].count_nonzero().item()
+    return loss.detach().double().reshape(right.shape), mine.grad.double(), right.detach(), exact.grad, outside
 
 
-release = distribution("transformer-engine")
-facts["version"] = release.version
-if not Path(release.locate_file("transformer_engine/pytorch/triton/cross_entropy.py")).exists():
-    print("This release has no parallel_cross_entropy.")
-    finish("UNTESTABLE", "no-api")
-function = function_of()
-facts["file"] = sys.modules[function.__module__].triton_cross_entropy.__file__
-print(f"transformer-engine {release.version}, torch {torch.__version__}, {facts['evidence']}, B={B} S={S} V={V}")
-case("control", "mean, no label ignored", mean=True)
-case("trigger", "each token, all weights 1")
-case("trigger", "each token, weighted", weights="random")
-case("trigger", "each token, gradient of stride 0", weights="expanded")
-if "ignore_idx" in inspect.signature(function.forward).parameters:  # not up to 2.3.0
-    case("trigger", f"each token, {IGNORED} of {B * S} labels ignored", ignored=IGNORED)
-    case("trigger", f"mean, {IGNORED} of {B * S} labels ignored", mean=True, ignored=IGNORED)
-case("trigger", "each token, logits transposed", transposed=True)
+def off(got, want):
+    return ((got - want).norm() / want.norm()).item()
 
 
-def wrong(comparison):
-    return comparison.get("holds") or comparison.get("error", 0) is None or comparison.get("error", 0) > LIMIT
+def main():
+    function, ones, expanded = release(), torch.ones(B, S, device=device), torch.full((B * S + 1,), float("nan"), device=device)
+    weights = torch.linspace(0.1, 1.9, B * S, device=device).view(B, S)
+    expanded[0] = 1.0  # as sum() makes its gradient, of stride 0; what lies behind the one number must not matter
+    for name, given, options in (
+        ("mean, its gradient 2", torch.tensor(2.0, device=device), {"mean": True}),
+        ("each token, all weights 1", ones, {}),
+        ("each token, weighted", weights, {}),
+        ("each token, gradient of stride 0", expanded[:1].expand(B, S), {}),
+        (f"mean, {IGNORED} of {B * S} labels ignored", torch.tensor(2.0, device=device), {"mean": True}),
+        (f"each token, {IGNORED} of {B * S} labels ignored", ones, {}),
+        ("each token, logits transposed", ones, {"transposed": True}),
+    ):
+        if "ignored" in name and "ignore_idx" not in inspect.signature(function.forward).parameters:
+            continue  # not up to 2.3.0
+        loss, grad, right, want, outside = outcome(function, *inputs(IGNORED * ("ignored" in name)), given, **options)
+        role, error = "control" if name.startswith("mean, its") else "trigger", off(grad, want)
+        check(role, f"{name}: loss", error=off(loss, right), limit=LIMIT)
+        check(role, f"{name}: gradient", error=error, limit=LIMIT)
+        if "transposed" in name:
+            check(role, f"{name}: {outside} numbers written out of bounds", not outside)
+        elif role == "trigger" and not error <= LIMIT:
+            # By what its gradients are wrong: NaN from behind the one number, or each token's by a factor of its own.
+            ratio = (grad / want).flatten(0, 1).nanmedian(1).values.nan_to_num().view(B, S, 1)
+            check(
+                "signature", f"{name}: NaN, or a factor a token", not grad.isfinite().all() or off(grad, want * ratio) < LIMIT
+            )
+    half = torch.bfloat16 if device == "cuda" else torch.float16  # the interpreter has no scalars in bf16
+    _, grad, _, want, _ = outcome(function, *inputs(confident=True, dtype=half), ones)
+    times = off(grad, want) / off(want.to(half).double(), want)
+    check("trigger", f"{half}, labels of probability near 1: gradient off by {times:.1f} roundings, at most 2", times <= 2)
+    finish()
 
 
-bad = [c["name"] for c in facts["comparisons"] if c["role"] == "control" and wrong(c)]
-if bad:
-    finish("CHANGED", bad[0])
-finish("REPRODUCED" if any(c["role"] == "trigger" and wrong(c) for c in facts["comparisons"]) else "ABSENT")
+# --- report/1: the same in every script, kept so by `python -m common tables`; docs/scripts.md says what the words mean ---
+import json
+import math
+import os
+import sys
+import traceback
+
+CHECKS, FACTS = [], {"report": 1, "evidence": "none", "metrics": {}}
+
+
+def check(role, name, ok=None, *, error=None, limit=None):
+    """Record whether the release behaves as a correct one: ``ok``, or ``error <= limit``. What is no finite number has failed."""
+    row = {"role": role, "name": name}
+    if limit is not None:
+        error = float(error) if error is not None and math.isfinite(error) else None
+        row |= {"error": error, "limit": limit}
+        ok = error is not None and error <= limit
+    CHECKS.append({**row, "ok": bool(ok)})
+    shown = "" if limit is None else "  not finite" if error is None else f"  {error:.2e} (limit {limit:.0e})"
+    words = ("seen", "not seen") if role == "signature" else ("ok", "FAIL")
+    print(f"{role:<9} {words[not ok]:<8} {name}{shown}", flush=True)
+
+
+def finish(verdict=None, reason=""):
+    """Print the verdict that the checks give, or CHANGED, UNTESTABLE or MEASURED; exit with 10, 0 or 125."""
+    failed = {
+        role: [c["name"] for c in CHECKS if c["role"] == role and not c["ok"]] for role in ("control", "trigger", "signature")
+    }
+    if verdict is None:
+        if not {"control", "trigger"} <= {c["role"] for c in CHECKS}:
+            verdict, reason = "CHANGED", "nothing was checked"
+        elif bad := failed["control"] or (failed["trigger"] and failed["signature"]):
+            verdict, reason = "CHANGED", bad[0]
+        else:
+            verdict = "REPRODUCED" if failed["trigger"] else "ABSENT"
+    absent = "FIX_VALIDATED" if os.environ.get("REPRODUCER_SIDE") == "patched" else "BUG_ABSENT"
+    word = {"REPRODUCED": "BUG_REPRODUCED", "ABSENT": absent}.get(verdict, verdict)
+    facts = json.dumps({**FACTS, "checks": CHECKS, "verdict": verdict})
+    print(json.dumps(json.loads(facts, parse_constant=lambda _: None)))  # NaN is no JSON.
+    print(f"{word}: {reason}" if reason else word)
+    sys.exit({"REPRODUCED": 10, "ABSENT": 0, "MEASURED": 0}.get(verdict, 125))
+
+
+def unexpected(kind, error, trace):
+    traceback.print_exception(kind, error, trace)
+    if issubclass(kind, ImportError):
+        finish("UNTESTABLE", "import")
+    if kind.__name__ in ("MemoryError", "OutOfMemoryError"):
+        finish("UNTESTABLE", "oom")
+    if issubclass(kind, Exception):
+        finish("CHANGED", kind.__name__)
+
+
+sys.excepthook = unexpected
+# --- end of report/1 ---
+
+if __name__ == "__main__":
+    main()
