@@ -34,7 +34,10 @@ def ready():
     if not gpu:
         # Marks for a profiler, which a CPU build of torch does not have.
         torch.cuda.nvtx = mock.MagicMock()
-    with mock.patch.multiple(torch.cuda, **{} if gpu else given), warnings.catch_warnings(record=True) as said:
+    with (
+        mock.patch.multiple(torch.cuda, **{"is_available": lambda: True} if gpu else given),
+        warnings.catch_warnings(record=True) as said,
+    ):
         warnings.simplefilter("always")
         for _ in range(2):
             importlib.import_module(FUSED)._get_platform()
