@@ -57,10 +57,10 @@ def inputs(ignored=0, confident=False, sizes=(B, S, V), dtype=torch.float32):
     return logits.to(device, dtype), labels.to(device)
 
 
-def outcome(function, logits, labels, given, mean=False, transposed=False, smoothing=0.0):
+def outcome(function, logits, labels, given, mean=False, transposed=False, smoothing=0.0, ignore=-100):
     """Loss, gradient, torch's own of both in fp64, and how many numbers are written out of bounds. ``given``: gradient of the loss."""
     exact = logits.double().requires_grad_()
-    how = {"reduction": "mean" if mean else "none", "label_smoothing": smoothing}
+    how = {"reduction": "mean" if mean else "none", "label_smoothing": smoothing, "ignore_index": ignore}
     right = F.cross_entropy(exact.flatten(0, 1), labels.flatten(), **how)
     right.backward(given.double().reshape(right.shape))
     b, s, v = logits.shape
@@ -69,7 +69,7 @@ def outcome(function, logits, labels, given, mean=False, transposed=False, smoot
     mine = room[: logits.numel()]
     mine = mine.view(s, b, v).transpose(0, 1) if transposed else mine.view(b, s, v)
     mine.copy_(logits).requires_grad_()
-    loss = function.apply(mine, labels, smoothing, mean, None)
+    loss = function.apply(mine, labels, smoothing, mean, None, *[ignore] * (ignore != -100))
     loss.backward(given.reshape(loss.shape))  # a mean is of shape [1] from 2.12 on
     outside = room[logits.numel() :].count_nonzero().item()
     return loss.detach().double().reshape(right.shape), mine.grad.double(), right.detach(), exact.grad, outside
