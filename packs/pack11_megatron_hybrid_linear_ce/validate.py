@@ -15,8 +15,6 @@ import warnings
 from pathlib import Path
 from unittest import mock
 
-os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # of "native": a worker for each core would be counted as 1 GiB of memory
-
 import torch
 import torch.nn.functional as F
 from repro import FACTS, Made, check, finish, model, release, start
