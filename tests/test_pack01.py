@@ -12,7 +12,7 @@ from common.packs.pack import find
 from common.store import history
 
 PACK = find("pack01")
-CPU, GPU = "linux-x86_64-cpu", "linux-x86_64-nvidia-h200"
+CPU, GPU = "linux-x86_64-cpu", "linux-x86_64-nvidia-h200-x2"
 WAITS = {
     "cu[0].item()": ".item()",
     "bool(cu.any())": ".item()",
@@ -87,7 +87,7 @@ def test_the_receipts_are_what_the_readme_says():
                 places = {line[: line.index(": ")] for line in lines} if machine == CPU else {"dsa_layout.py:249", "dsa.py:235"}
                 assert set(re.findall(r"dsa\w*\.py:\d+", bad.log())) == places
                 assert machine == GPU or all(line in bad.log() for line in lines)
-    found = re.findall(r"(\w+), (\d+) cases, cpu", runs["0.19.2", "", "patched", CPU].log())
+    found = re.findall(r"ok +(\w+), (\d+) cases, cpu: ", runs["0.19.2", "", "patched", CPU].log())
     cases = {name: int(number) for name, number in found}
     assert f"in {cases.pop(first)} cases of packed rows and {sum(cases.values())} of the others" in readme
     study = runs["0+git.da482cf5c8", "da482cf5c8-scatter", "unpatched", CPU].document().facts.metrics

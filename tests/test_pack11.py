@@ -32,13 +32,13 @@ def test_the_receipts_are_what_the_readme_says():
         assert runs[seen.version, "patched", CPU].outcome == "ABSENT"
     readme = (PACK.folder / "README.md").read_text()
     log = runs["0+git.d48bd6be0a", "patched", CPU].log()
-    errors = {where: [] for where in ("one rank", "rank")}
-    for where, error in re.findall(
-        r"^trigger +ok +(one rank|rank)[^:]*: (?:GPTModel|HybridModel), .*against fp64  (\S+) ", log, re.MULTILINE
-    ):
-        errors[where].append(float(error))
-    assert f"off by at most {max(errors['one rank']):.1e}" in readme
-    assert f"sequence parallel, by {max(errors['rank']):.1e}" in readme
+    found = re.findall(
+        r"^trigger +ok +(one rank|rank \d of 4, gloo): (?:GPTModel|HybridModel), .*, against .*  (\S+) \(", log, re.MULTILINE
+    )
+    for where, said in (("one rank", "off by at most {:.1e}"), ("rank", "sequence parallel, by {:.1e}")):
+        assert said.format(max(float(error) for place, error in found if place.startswith(where))) in readme
+    times = re.findall(r"(?:GPTModel|HybridModel), bf16: .* off by (\S+) roundings", log)
+    assert f"no more than {max(map(float, times)):.1f} roundings" in readme
     for impl in ("not fused", "native", "linear"):
         gb = re.findall(rf"S=4096 B=4 V=151936, bf16 logits of 4.98 GB: peaks .*?{impl} ([\d.]+)", log)
         row = next(line for line in readme.splitlines() if line.startswith(f"| {impl}"))
