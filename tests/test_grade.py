@@ -213,3 +213,9 @@ def test_untestable_beside_another_word_in_the_json_line_is_an_error():
 def test_measured_needs_a_number():
     for metrics, outcome in (({"ms": {"a": [1.5]}}, "MEASURED"), ({"a": None, "b": "x", "c": True}, "ERROR"), ({}, "ERROR")):
         assert report(verdict="MEASURED", metrics=metrics, sentinel="MEASURED").outcome == outcome
+
+
+def test_a_script_that_dies_before_its_first_check_is_changed_not_an_error_of_ours():
+    facts = {"report": 1, "evidence": "none", "metrics": {}, "checks": [], "verdict": "CHANGED"}
+    verdict = grade(make_log(facts, sentinel="CHANGED: AssertionError", exit=125))
+    assert str(verdict) == "CHANGED: AssertionError"
