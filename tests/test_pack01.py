@@ -22,6 +22,11 @@ WAITS = {
     "torch.repeat_interleave(cu, cu)": "repeat_interleave without output_size",
     "torch.tensor(3, device=cu.device)": "copy between CPU and GPU",
     "cu.cpu()": "copy between CPU and GPU",
+    "torch.tensor(3).to(cu.device, non_blocking=True)": "copy between CPU and GPU",
+    "cu.to('cpu', non_blocking=True)": "copy between CPU and GPU",
+    "cu.index_put_((cu > 3,), cu[:1])": "boolean index",
+    "cu[torch.tensor([0, 1])]": "index on the CPU",
+    "torch.cuda.synchronize()": "torch.cuda.synchronize",
 }
 FREE = [
     "cu.cumsum(0)",
@@ -91,4 +96,6 @@ def test_the_receipts_are_what_the_readme_says():
     cases = {name: int(number) for name, number in found}
     assert f"in {cases.pop(first)} cases of packed rows and {sum(cases.values())} of the others" in readme
     study = runs["0+git.da482cf5c8", "da482cf5c8-scatter", "unpatched", CPU].document().facts.metrics
-    assert list(study.values()) == [300, 300, 300, 7]
+    wrong = {name: right for name, right in study.items() if right != 300}
+    assert wrong == {"clamp, scatter, put slot 0 back, mask additive, below 0: right of 300": 5}
+    assert "mask in 5 of 300" in readme

@@ -142,10 +142,14 @@ def test_the_command(cli, tmp_path):
     assert re.search(r"^\d+ pages\. Open ", done.stdout, re.MULTILINE)
     for pack in all_packs():
         assert (tmp_path / "site" / f"{pack.name}.html").is_file() == (pack.kind != "selftest")
-    assert (
-        "https://github.com/me/packs/blob/main/results/linux-x86_64-cpu/pack09/"
-        in (tmp_path / "site" / "pack09.html").read_text()
-    )
+    page = (tmp_path / "site" / "pack09.html").read_text()
+    links = re.findall(r'href="(receipts/linux-x86_64-cpu/pack09/[^"]+)"', page)
+    assert {link.rpartition(".")[2] for link in links} == {"json", "txt"}
+    for link in links:
+        assert (tmp_path / "site" / unquote(link)).is_file()
+    assert "https://github.com/me/packs/blob/main/packs/pack09_liger_reduction_none/" in page
+    assert "released in 2.18.0" in (tmp_path / "site" / "pack26.html").read_text()
+    assert "d48bd6be0a" in (tmp_path / "site" / "pack10.html").read_text().partition("Variants and commits")[2]
     for arguments, said in (
         (["--output", ROOT / "docs"], "is no site made by this command"),
         (["--base-url", "here", "--output", tmp_path / "x"], "is no address"),

@@ -98,7 +98,9 @@ def _stack(options: argparse.Namespace, there: Path) -> stack.Stack:
 def _lines(told: Report, known: set[str]) -> Iterator[Text]:
     stack_, bad, unknown = told.stack, told.having("affected"), told.having("unknown")
     about = sorted({f.package for f in told.findings})
-    yield Text(f"{stack_.place}: {stack_.total} distribution{"s" * (stack_.total != 1)}, packs know {len(about)} of them", "bold")
+    yield Text(
+        f"{stack_.place}: {stack_.total} distribution{'s' * (stack_.total != 1)}, packs know {len(about)} of them", "bold"
+    )
     if not about:
         yield Text(f"None is among what packs are about: {', '.join(sorted(known))}.")
         return

@@ -16,7 +16,7 @@ DESCRIPTION = f"{HELP.capitalize()}: it opens from disk, with no server and no n
 
 def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:
     parser.add_argument("--output", type=Path, default=Path("site"), metavar="DIR", help="where it goes (default: site/)")
-    parser.add_argument("--base-url", metavar="URL", help="where this checkout can be browsed: receipts become links")
+    parser.add_argument("--base-url", metavar="URL", help="where this checkout can be browsed: links of READMEs lead there")
     common.results_option(parser)
 
 

@@ -57,7 +57,7 @@ def build(
 ) -> int:
     """Write the site to ``output``; a kill leaves the old one or the new one. Returns the number of pages.
 
-    ``base_url`` is where the checkout can be browsed (https://github.com/OWNER/NAME/blob/main): receipts become links.
+    ``base_url`` is where the checkout can be browsed (https://github.com/OWNER/NAME/blob/main): links of READMEs lead there.
     """
     if output.exists() and not (output / MARK).is_file() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} is there and is no site made by this command: give another folder with --output.")
@@ -72,6 +72,7 @@ def build(
             (part / name).write_text(text, encoding="utf-8")
             pages += name.endswith(".html")
             done(name)
+        _records(part, stored)
         (part / MARK).write_text("", encoding="utf-8")
         shutil.rmtree(output, ignore_errors=True)
         part.replace(output)
@@ -103,6 +104,26 @@ def _pages(packs: Sequence[Pack], stored: History, base_url: str | None) -> Iter
             yield from _pack(pack, dists, matrix, stored, render, base_url)
 
 
+def _records(site: Path, stored: History) -> None:
+    """Receipts and logs beside the pages, for each verdict is to be one click from what it rests on."""
+    for seen in stored.runs:
+        folder = site / record(seen).rpartition("/")[0]
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, name in ((seen.path, seen.path.name), (seen.path.with_name(seen.log_name), f"{seen.log_name}.txt")):
+            if file.is_file():
+                shutil.copyfile(file, folder / name)
+
+
+def record(seen: Seen) -> str:
+    """Where a receipt is on the site."""
+    return f"receipts/{seen.machine}/{seen.cell.pack}/{seen.path.name}"
+
+
+def log(seen: Seen) -> str:
+    """Its log: as .txt, which browsers show."""
+    return f"receipts/{seen.machine}/{seen.cell.pack}/{seen.log_name}.txt"
+
+
 def _renderer(about: Mapping[str, Sequence[Pack]], stored: History, base_url: str | None) -> Any:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
@@ -114,6 +135,8 @@ def _renderer(about: Mapping[str, Sequence[Pack]], stored: History, base_url: st
     environment.filters.update(
         upstream_page=upstream_page,
         release_page=lambda seen: release_page(seen.cell.dist, seen.version),
+        record=lambda seen: quote(record(seen)) if seen.path.is_file() else "",
+        log=lambda seen: quote(log(seen)) if seen.path.with_name(seen.log_name).is_file() else "",
         release_of=lambda pair: release_page(*pair),
         thread_url=timeline.thread_url,
     )
@@ -293,7 +316,11 @@ def _pack(
                 "summary": timeline.summary(pack, runs),
                 "first": min(wrong, key=lambda seen: order(seen.version), default=None),
                 "last": max(wrong, key=lambda seen: (order(seen.version), strength(seen.evidence)), default=None),
-                "evidence": strongest(runs),
+                "evidence": timeline.evidence_of(runs) or strongest(runs),
+                "variants": sorted(
+                    (seen for seen in every if seen.cell.variant),
+                    key=lambda seen: (seen.cell.variant, order(seen.version), seen.machine, seen.side == "patched"),
+                ),
                 "commits": list(_commits(pack, every)),
                 "plots": plots,
                 "runs": sorted(
@@ -312,6 +339,7 @@ def _pack(
             parts=parts,
             commit_url=timeline.commit_url(pack),
             script=pack.script.read_text(encoding="utf-8"),
+            lead=_lead(pack),
             sections=list(_sections(pack, base_url)),
         ),
     )
@@ -334,6 +362,16 @@ def _status(pack: Pack, newest: Seen | None) -> str:
     if pack.kind == "refactor" and newest.outcome in ("REPRODUCED", "ABSENT"):  # no bug is meant
         said = "still so" if newest.outcome == "REPRODUCED" else "no longer so"
     return f"{said.capitalize()} in {newest.version}, the newest release that was run."
+
+
+def _lead(pack: Pack) -> Markup:
+    """The README's bold summary."""
+    from markdown_it import MarkdownIt
+
+    readme = (pack.folder / "README.md").read_text(encoding="utf-8")
+    found = re.search(r"^\*\*[\s\S]*?\*\*$", readme, re.MULTILINE)
+    html = MarkdownIt("commonmark", {"html": False}).renderInline(found[0].strip("*")) if found else ""
+    return Markup(re.sub(r'<a href="(?!https?:)[^"]*">(.*?)</a>', r"\1", html))
 
 
 def _sections(pack: Pack, base_url: str | None) -> Iterator[tuple[str, Markup]]:
