@@ -358,6 +358,8 @@ def _commits(pack: Pack, runs: Sequence[Seen]) -> Iterator[str]:
 def _status(pack: Pack, newest: Seen | None) -> str:
     if newest is None:
         return "Never run as released."
+    if str(newest.verdict) == "UNTESTABLE: no-api":
+        return f"What has the bug is not in {newest.version}, the newest release that was run."
     said = _SAID.get(newest.outcome, newest.outcome)
     if pack.kind == "refactor" and newest.outcome in ("REPRODUCED", "ABSENT"):  # no bug is meant
         said = "still so" if newest.outcome == "REPRODUCED" else "no longer so"
