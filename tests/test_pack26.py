@@ -36,8 +36,8 @@ def test_the_receipts_are_what_the_readme_says():
     readme = (PACK.folder / "README.md").read_text()
     versions = [s.version for s in runs if s.machine == CPU and s.side == "unpatched" and s.outcome in ("REPRODUCED", "ABSENT")]
     for row in (line for line in readme.splitlines() if line.startswith("| 2.") and "with the fix" not in line):
-        first, *_, last = re.split(", | – ", row.split("|")[1].strip())
-        of_row = versions[versions.index(first) : versions.index(last) + 1]
+        named = re.split(", | – ", row.split("|")[1].strip())
+        of_row = versions[versions.index(named[0]) : versions.index(named[-1]) + 1]
         assert of_row
         for version in of_row:
             seen = found[version, "unpatched", CPU]
