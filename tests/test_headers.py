@@ -16,8 +16,6 @@ pytestmark = pytest.mark.headers
 
 #: Not yet, and why.
 LATER = {
-    "pack01": "asks for Python 3.10 where its upstream asks for 3.12",
-    "pack02": "asks for Python 3.10 where its upstream asks for 3.12",
     "pack03": "asks for Python 3.10 where megatron-core asks for 3.12",
     "pack07": "does not say how mamba-ssm is built",
     "pack16": "does not say how mamba-ssm is built",
@@ -45,8 +43,8 @@ def test_the_script_runs_alone_in_an_empty_folder(pack, tmp_path):
     lines = done.stdout.splitlines() or [""]
     assert LAST.fullmatch(lines[-1]), done.stdout + done.stderr
     assert done.returncode == {"BUG_REPRODUCED": 10, "BUG_ABSENT": 0}.get(lines[-1], 125)
-    if lines[-1] == "UNTESTABLE: no-device":
-        assert not machine.gpu()
+    if lines[-1].startswith("UNTESTABLE"):  # no-api: what has the bug is a commit, in no release
+        assert lines[-1] == "UNTESTABLE: no-api" or not machine.gpu()
         assert f"nox -s {pack.name}" in done.stdout, "one sentence says what is missing, and which command does without it"
     else:
         assert lines[-1] == "BUG_REPRODUCED"
