@@ -7,52 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from msgspec import Struct
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from common.errors import UserError
+from common.publish.timeline import Entry, Release, Run, Timeline
+from common.store import history
 from common.store.cell import order
-from common.store.grade import strength
-
-
-class _Run(Struct):
-    """Of the timeline's fields those that are asked for here; msgspec skips the others."""
-
-    machine: str
-    side: str
-    outcome: str
-    reason: str
-    evidence: str
-    stale: bool
-    receipt: str
-    runs: int = 1
-    agree: int = 1
-
-
-class _Release(Struct):
-    version: str
-    runs: list[_Run]
-
-    def best(self) -> _Run | None:
-        """As `common.store.history.best` chooses."""
-        found = [run for run in self.runs if run.side == "unpatched"]
-        return max(found, key=lambda r: (not r.stale, r.runs == r.agree, strength(r.evidence), r.machine), default=None)
-
-
-class _Entry(Struct):
-    pack: str
-    title: str
-    package: str
-    upstream: str
-    kind: str
-    releases: list[_Release]
-    matters: str = ""
-    workaround: str = ""
-
-
-class _Index(Struct):
-    packs: list[_Entry]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,10 +44,10 @@ class Finding:
         return ", ".join(named) or "no release that was run"
 
 
-def load(timeline: Path) -> list[_Entry]:
+def load(timeline: Path) -> list[Entry]:
     """The packs about faults: not those about how code is written, and not the self-test."""
     try:
-        index = msgspec.json.decode(timeline.read_bytes(), type=_Index)
+        index = msgspec.json.decode(timeline.read_bytes(), type=Timeline)
     except OSError as error:
         raise UserError(f"{timeline} cannot be read ({error.strerror}): `python -m common tables` writes it.") from error
     except msgspec.MsgspecError as error:
@@ -94,7 +55,11 @@ def load(timeline: Path) -> list[_Entry]:
     return [entry for entry in index.packs if entry.kind not in ("refactor", "selftest")]
 
 
-def findings(index: Iterable[_Entry], versions: Mapping[str, str], open_: Mapping[str, str] | None = None) -> list[Finding]:
+def _best(release: Release) -> Run | None:
+    return history.best(run for run in release.runs if run.side == "unpatched")
+
+
+def findings(index: Iterable[Entry], versions: Mapping[str, str], open_: Mapping[str, str] | None = None) -> list[Finding]:
     """One for each pack about a package that is installed, or (``open_``: name -> what is asked for) wanted in no one version."""
     found = []
     for entry in index:
@@ -106,13 +71,13 @@ def findings(index: Iterable[_Entry], versions: Mapping[str, str], open_: Mappin
     return sorted(found, key=lambda f: (f.package, f.pack))
 
 
-def _finding(entry: _Entry, version: str) -> Finding:
+def _finding(entry: Entry, version: str) -> Finding:
     try:
         public = Version(version)
     except InvalidVersion:
         return _told(entry, version, "unknown", "its version is not one of PEP 440", None)
     at = next((r for r in entry.releases if order(r.version) == public), None)
-    run = at.best() if at else None
+    run = _best(at) if at else None
     if at is None or run is None:
         why = f"it was not run; {entry.releases[-1].version} is the newest that was"
         if public.local:
@@ -129,17 +94,17 @@ def _finding(entry: _Entry, version: str) -> Finding:
         status, why = "unknown", f"something else happens in it: {run.reason}"
     else:
         status, why = "unknown", f"it could not be told: {run.outcome}{f': {run.reason}' if run.reason else ''}"
-    if status != "unknown" and (run.stale or run.runs != run.agree):
+    if status != "unknown" and (run.stale or run.flaky):
         why = "seen with an earlier script" if run.stale else f"{run.agree} of {run.runs} runs"
         status = "unknown" if status == "unaffected" else status
     cured = any(r.side == "patched" and r.outcome == "ABSENT" and r.machine == run.machine for r in at.runs)
     return _told(entry, version, status, why, run, cured)
 
 
-def _told(entry: _Entry, version: str, status: str, why: str, run: _Run | None, cured: bool = False) -> Finding:
+def _told(entry: Entry, version: str, status: str, why: str, run: Run | None, cured: bool = False) -> Finding:
     newer = older = ""
     if status == "affected":
-        right = [r.version for r in entry.releases if (best := r.best()) and best.outcome == "ABSENT" and not best.stale]
+        right = [r.version for r in entry.releases if (best := _best(r)) and best.outcome == "ABSENT" and not best.stale]
         finals = [v for v in right if not order(v).is_prerelease] or right
         newer = next((v for v in finals if order(v) > order(version)), "")
         older = next((v for v in reversed(finals) if order(v) < order(version)), "")
@@ -172,7 +137,7 @@ class Upgrade:
     unknown: list[Finding]
 
 
-def upgrade(index: list[_Entry], versions: Mapping[str, str], wanted: Mapping[str, str]) -> Upgrade:
+def upgrade(index: list[Entry], versions: Mapping[str, str], wanted: Mapping[str, str]) -> Upgrade:
     """``wanted`` may name packages that are not installed yet."""
     before = {f.pack: f for f in findings(index, {n: v for n, v in versions.items() if n in wanted})}
     after = findings(index, wanted)

@@ -138,6 +138,10 @@ class Run(Struct):
     runs: int | UnsetType = UNSET
     agree: int | UnsetType = UNSET
 
+    @property
+    def flaky(self) -> bool:
+        return self.runs != self.agree
+
 
 class Release(Struct):
     version: str

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from sys import intern
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from common.errors import UserError
 from common.install import lanes
@@ -198,7 +198,23 @@ def strongest(runs: Iterable[Seen]) -> str:
     return max((seen.evidence for seen in runs), key=strength, default="none")
 
 
-def best(runs: Iterable[Seen]) -> Seen | None:
+class Judged(Protocol):
+    """What the choice between several runs of one cell goes by."""
+
+    @property
+    def stale(self) -> bool: ...
+    @property
+    def flaky(self) -> bool: ...
+    @property
+    def evidence(self) -> str: ...
+    @property
+    def machine(self) -> str: ...
+
+
+JudgedT = TypeVar("JudgedT", bound=Judged)
+
+
+def best(runs: Iterable[JudgedT]) -> JudgedT | None:
     """The run to go by for one cell: a fresh one before a stale one, a sound before a flaky, then the strongest evidence."""
     return max(runs, key=lambda seen: (not seen.stale, not seen.flaky, strength(seen.evidence), seen.machine), default=None)
 
