@@ -48,7 +48,7 @@ def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:
 
 
 def call(options: argparse.Namespace, extra: list[str]) -> int:
-    there = Path(os.environ.get("REPRODUCER_CWD") or Path.cwd())
+    there = common.called_from()
     wanted = dict(stack.pinned(text) for text in options.upgrade)
     index = affected.load(_index(options.results))
     if options.pack:

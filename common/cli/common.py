@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -22,6 +23,11 @@ from common.store.receipt import NO_RECORD
 
 #: Exit codes: every verdict as expected; one is not; the call or its surroundings are wrong; something changed (watch).
 OK, SURPRISE, USAGE, CHANGED = 0, 1, 2, 3
+
+
+def called_from() -> Path:
+    """The folder that the person stands in: under nox it is not the process's."""
+    return Path(os.environ.get("REPRODUCER_CWD") or Path.cwd())
 
 
 def complain(sentence: str) -> None:

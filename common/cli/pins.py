@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 
 from common.cli import common, report
@@ -61,8 +60,7 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     else:
         for line in (line for advice in advices for line in pins.text(advice)):
             out.print(line, markup=False, soft_wrap=True)
-    # Under nox this is not the folder that the person stands in.
-    target = Path(os.environ.get("REPRODUCER_CWD") or Path.cwd()) / options.output
+    target = common.called_from() / options.output
     write_atomically(target, pins.constraints(advices))
     out.print(f"written: {report.where(target)}", markup=False)
     refused = bool(options.upstream or only) and any(advice.pin is None for advice in advices)

@@ -145,12 +145,12 @@ def surprises(rows: Sequence[Row]) -> Iterator[Text]:
 
 def ending(rows: Sequence[Row], missing: int = 0) -> Text:
     """The last line of a run that is as expected: how much of it says nothing of the bug. ``missing`` commits were not run."""
-    untold = Counter(str(row.verdict).partition(": ")[2] for row in rows if row.verdict.outcome == "UNTESTABLE")
+    untold = Counter(row.verdict.reason for row in rows if row.verdict.outcome == "UNTESTABLE")
     untold["source"] += 2 * missing
     text = Text("✓ Every verdict is what the pack expects", "green")
-    if sum(untold.values()):
+    if total := sum(untold.values()):
         why = ", ".join(f"{count} {reason}" for reason, count in untold.items() if count)
-        text.append(f"; {sum(untold.values())} of {len(rows) + 2 * missing} sides are UNTESTABLE ({why})", "yellow")
+        text.append(f"; {total} of {len(rows) + 2 * missing} sides are UNTESTABLE ({why})", "yellow")
     return text.append(".")
 
 

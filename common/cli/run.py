@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -183,7 +182,9 @@ def _with_commits(
             continue
         version = environment.read_wheel(wheel, plan.pack.package)[1]
         release = Release(version=version, file=wheel.name, sha256="")
-        found.append((replace(plan, variant=name, arguments=own.arguments, wheels={version: wheel.resolve()}), release))
+        varied = plan.pack.varied(name, plan.lane)  # with the pins that it may have of its own
+        wheels = {version: wheel.resolve()}
+        found.append((replace(plan, pack=varied, variant=name, arguments=own.arguments, wheels=wheels), release))
     return found, missing
 
 
@@ -211,7 +212,7 @@ def _wheels(pack: Pack, variant: str, options: argparse.Namespace, out: Console)
 def _use(plan: Plan, release: Release, out: Console) -> int:
     """The pack's script as a tool, on one release, from the folder that the user is in."""
     out.print(f"{plan.pack.package} {release.version}, lane {plan.lane}", markup=False)
-    done = runner.use(plan, release, Path(os.environ.get("REPRODUCER_CWD") or Path.cwd()))
+    done = runner.use(plan, release, common.called_from())
     return done if done in (common.OK, common.USAGE) else common.SURPRISE
 
 

@@ -69,6 +69,8 @@ class Variant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError("a variant with a source needs a verdict")
         if self.pinned and not self.source:
             raise ValueError("'pinned' is for a variant with a source: a commit that runs with the pinned releases")
+        if self.pinned and self.lane:
+            raise ValueError("a pinned commit runs in the lane of the pinned releases: it takes no 'lane'")
         if self.script and not self.verdict:
             msgspec.structs.force_setattr(self, "verdict", "MEASURED")
 

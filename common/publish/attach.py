@@ -162,7 +162,7 @@ def render(
                 pack=pack,
                 ranges=found,
                 commits=_rows(pack, commits),
-                verdict=_linked(readme.partition("\n\n")[2].partition("\n\n")[0], readme),
+                verdict=lead(readme),
                 summary=summary(pack, found, commits),
                 newest=facts,
                 environment=facts.environment,
@@ -254,6 +254,11 @@ def _linked(text: str, readme: str) -> str:
 
     text = re.sub(r"\[([^\]]+)\]\(([^)\s]+)\)", lambda m: link(m[1], m[2]), text)
     return re.sub(r"\[([^\]]+)\](?![(\]])", lambda m: link(m[1], known[m[1]]) if m[1] in known else m[0], text)
+
+
+def lead(readme: str) -> str:
+    """The paragraph under the title of a pack's README: the verdict, in bold."""
+    return _linked(readme.partition("\n\n")[2].partition("\n\n")[0], readme)
 
 
 def section(markdown: str, heading: str) -> str:

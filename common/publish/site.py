@@ -19,7 +19,7 @@ from markupsafe import Markup
 from common.errors import UserError, writing
 from common.packs.pack import Pack
 from common.publish import pins, plot, timeline
-from common.publish.attach import section
+from common.publish.attach import lead, section
 from common.store import history
 from common.store.cell import order
 from common.store.grade import EVIDENCE, strength
@@ -370,10 +370,8 @@ def _lead(pack: Pack) -> Markup:
     """The README's bold summary."""
     from markdown_it import MarkdownIt
 
-    readme = (pack.folder / "README.md").read_text(encoding="utf-8")
-    found = re.search(r"^\*\*[\s\S]*?\*\*$", readme, re.MULTILINE)
-    html = MarkdownIt("commonmark", {"html": False}).renderInline(found[0].strip("*")) if found else ""
-    return Markup(re.sub(r'<a href="(?!https?:)[^"]*">(.*?)</a>', r"\1", html))
+    text = lead((pack.folder / "README.md").read_text(encoding="utf-8"))
+    return Markup(MarkdownIt("commonmark", {"html": False}).renderInline(text.strip("*")))
 
 
 def _sections(pack: Pack, base_url: str | None) -> Iterator[tuple[str, Markup]]:
