@@ -1,45 +1,67 @@
-"""The fix: an autocast that a recomputation leaves does not update the forward history, which the forward has done already.
+"""The fix: the update in Python leaves a history alone whose newest amax is 0, as the CUDA kernel does (#825); and a checkpoint in a recomputation is part of it.
 
-Recomputations are counted: the flags that te.checkpoint has are reset by a checkpoint within another. Such a one also records the amax of its own forward, which
-is taken back. The state of FP8 is in fp8.py up to 2.8 and in quantization.py from 2.9; a release has one condition to change.
+Such an inner checkpoint runs its forward with the scales of the first one, which its own recomputation needs once more, and when it ends the outer
+recomputation goes on. The state of FP8 is in fp8.py up to 2.8 and in quantization.py from 2.9.
 """
 
-from common.transforms import insert_after, replace
+from common.transforms import insert_after, insert_before, replace
 
 
-def _exit(where):
-    return replace(
-        f"{where}-recompute",
-        r"^(        )(if enabled and [\w.]*(?:AUTOCAST_DEPTH|autocast_depth) == 0 and not _graph and torch\.is_grad_enabled\(\)):\n",
-        r"\1from .distributed import activation_recompute_forward\n\n"
-        r"\1recomputed = activation_recompute_forward.depth > 0\n"
-        r"\1\2 and not recomputed:\n",
-        optional=True,
+def _state(where):
+    return (
+        insert_before(
+            f"{where}-before",
+            r"^    new_amax_history, amax = _compute_amax_and_update_history\(\n        amax_history,\n",
+            "    ran, old_history, old_scale = amax_history[0] != 0, amax_history.clone(), scale.clone()\n",
+            optional=True,
+        ),
+        replace(
+            f"{where}-left-alone",
+            r"^    scale\.copy_\(new_scale\)\n    amax_history\.copy_\(new_amax_history\)\n",
+            "    scale.copy_(torch.where(ran, new_scale, old_scale))\n"
+            "    amax_history.copy_(torch.where(ran, new_amax_history, old_history))\n",
+            optional=True,
+        ),
+        replace(
+            f"{where}-needed-again",
+            r"^        stashed_fp8_meta = (cls\.[\s\S]+?\])\.popleft\(\)\n",
+            r"        from .distributed import activation_recompute_forward"
+            "\n\n"
+            r"        stash = \1"
+            "\n"
+            r"        stashed_fp8_meta = stash[0] if activation_recompute_forward.inner else stash.popleft()"
+            "\n",
+            optional=True,
+        ),
     )
 
 
-def _when(name, signature, code):
-    return insert_after(name, rf"^    def {signature}:\n        global _\w+, _\w*RECOMPUTE_PHASE\n", code)
-
-
-COUNT = "        activation_recompute_forward.depth {}= int(self.recompute_phase)\n"
-KEEP = """        states = getattr(FP8GlobalStateManager, "quantization_state", FP8GlobalStateManager)
-        histories = [h for each in states.global_amax_history_buffer.values() for h in each] if self.recompute_phase else []
-        self.newest = [(history, history[0].clone()) for history in histories]
-"""
-TAKE_BACK = """        for history, newest in self.newest:
-            history[0].copy_(newest)
-"""
 FIX = {
-    "transformer_engine/pytorch/fp8.py": (_exit("fp8"),),
-    "transformer_engine/pytorch/quantization.py": (_exit("quantization"),),
+    "transformer_engine/pytorch/fp8.py": _state("fp8"),
+    "transformer_engine/pytorch/quantization.py": _state("quantization"),
     "transformer_engine/pytorch/distributed.py": (
         insert_after(
-            "depth", r"^    _is_first_fp8_module: List = \[\]\n", "    depth = 0  # of recomputations, one in the other\n"
+            "inner",
+            r"^    _is_first_fp8_module: List = \[\]\n",
+            "    inner = False  # the forward of a checkpoint in a recomputation\n",
         ),
-        _when("enter", r"__enter__\(self\)", COUNT.format("+")),
-        _when("exit", r"__exit__\(self, \*exc_details\)", COUNT.format("-")),
-        _when("keep", r"__enter__\(self\)", KEEP),
-        _when("take back", r"__exit__\(self, \*exc_details\)", TAKE_BACK),
+        replace(
+            "outer",
+            r"^(    def __enter__\(self\):\n        global (_\w+), (_\w*RECOMPUTE_PHASE)\n)",
+            r"\1        self.outer = \2, \3, activation_recompute_forward.inner" "\n",
+        ),
+        replace(
+            "phase",
+            r"^        (_\w*RECOMPUTE_PHASE) = self\.recompute_phase\n",
+            r"        \1 = self.recompute_phase or self.outer[1]"
+            "\n"
+            r"        activation_recompute_forward.inner = self.outer[1] and not self.recompute_phase"
+            "\n",
+        ),
+        replace(
+            "back",
+            r"^        (_\w+) = False\n        (_\w*RECOMPUTE_PHASE) = False\n",
+            r"        \1, \2, activation_recompute_forward.inner = self.outer" "\n",
+        ),
     ),
 }
