@@ -1,52 +1,54 @@
 # /// script
 # requires-python = ">=3.10"
-# dependencies = ["einops", "numpy>=1.26", "onnx", "onnxscript", "packaging", "pydantic", "torch==2.13.0", "transformer-engine==2.18.0", "triton==3.7.1"]
+# dependencies = ["einops", "numpy>=1.26", "onnx", "onnxscript", "packaging", "pydantic", "torch==2.13.0", "transformer-engine==2.20.2", "triton==3.7.1"]
 # ///
-"""transformer-engine: te.checkpoint around FP8 with delayed scaling raises a KeyError, or never updates the scale.
+"""transformer-engine: te.checkpoint around FP8 with DelayedScaling raises a KeyError, or never updates the scale.
 
-Three ways to use it: FP8 switched on inside the checkpointed function (#3284, no KeyError from 2.19 on, but a scale that stays 1), modules in eval mode (#3394,
-right in 2.20), and plain training, where 2.1.0 leaves the scale at 1. The release's own Linear, autocast, recipe and te.checkpoint run; on a CPU
-the lane te-cpu supplies FP8 arithmetic. Exits 10 (BUG_REPRODUCED), 0 (BUG_ABSENT) or 125 (neither).
+Scales, outputs and gradients of a te.Linear should be those without te.checkpoint, however it is used: with FP8 switched on around it (2.1.0 leaves the scale
+at 1), with FP8 switched on inside the checkpointed function (a KeyError up to 2.18, #3284, and a scale that stays 1 since), and in eval mode (a KeyError up
+to 2.19, #3394). The release's own Linear, autocast, recipe and te.checkpoint run; in the lane te-cpu quantization and GEMM are torch's.
+Exits with 10 (BUG_REPRODUCED: any of them), 0 (BUG_ABSENT) or 125 (neither).
 """
 
 import argparse
 import importlib
-import json
-import os
-import sys
 import warnings
 from importlib.metadata import distribution
-from pathlib import Path
 
 import torch
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.parse_args()
 SIZE, ROWS, STEPS = 32, 64, 3
-patched = os.environ.get("REPRODUCER_SIDE") == "patched"
-facts = {"reproducer": 1, "comparisons": [], "metrics": {}}
-metrics = facts["metrics"]
 
 
-def finish(verdict, reason=""):
-    absent = "FIX_VALIDATED" if patched else "BUG_ABSENT"
-    word = {"REPRODUCED": "BUG_REPRODUCED", "ABSENT": absent}.get(verdict, verdict)
-    print(json.dumps({**facts, "verdict": verdict}))
-    print(f"{word}: {reason}" if reason else word)
-    sys.exit({"REPRODUCED": 10, "ABSENT": 0}.get(verdict, 125))
+def release():
+    """transformer_engine.pytorch, its recipes and its FP8GlobalStateManager."""
+    warnings.filterwarnings("ignore")
+    found = distribution("transformer-engine")
+    FACTS["version"] = found.version
+    if found.version < "2":
+        print("This release has other modules for FP8: transformer-engine 2 and newer are looked at.")
+        finish("UNTESTABLE", "no-api")
+    try:
+        te = importlib.import_module("transformer_engine.pytorch")
+    except (OSError, AssertionError, RuntimeError, StopIteration) as error:
+        if "transformer_engine_torch" in sys.modules:
+            raise
+        print(f"No compiled transformer-engine ({str(error).splitlines()[0][:60]}): nox -s pack23 runs it without.")
+        finish("UNTESTABLE", "no-device")
+    state = next(m for name in ("quantization", "fp8") if (m := sys.modules.get(f"transformer_engine.pytorch.{name}")))
+    kernel = hasattr(sys.modules["transformer_engine_torch"], "__file__")
+    gpu = "device:sm_{}{}".format(*torch.cuda.get_device_capability()) if kernel else "source"
+    FACTS.update(evidence=gpu, file=state.__file__)
+    return te, importlib.import_module("transformer_engine.common.recipe"), state.FP8GlobalStateManager
 
 
-def state(role, name, holds):
-    facts["comparisons"].append({"role": role, "name": name, "holds": bool(holds)})
-    print(f"{role:<8} {name:<112} {bool(holds)}", flush=True)
-
-
-def trained(checkpointed, *, inside=False, training=True):
-    """Gradients and scale after three steps of one Linear, or what they raise."""
+def trained(checkpointed, inside=False, training=True, **how):
+    """Scale of the input, and after each of three steps the output, and gradients of input and weight; or what is raised."""
     torch.manual_seed(0)
     manager.reset()
     block = te.Linear(SIZE, SIZE, device="cuda", params_dtype=torch.bfloat16).train(training)
-    recipe = te_recipe.DelayedScaling(amax_history_len=16)
+    recipe, found = recipes.DelayedScaling(amax_history_len=16), []
 
     def forward(x):
         with te.fp8_autocast(enabled=True, fp8_recipe=recipe):
@@ -54,73 +56,110 @@ def trained(checkpointed, *, inside=False, training=True):
 
     try:
         for _ in range(STEPS):
-            x = torch.randn(ROWS, SIZE, device="cuda", dtype=torch.bfloat16).requires_grad_()
+            x = (1000 * torch.randn(ROWS, SIZE, device="cuda", dtype=torch.bfloat16)).requires_grad_()  # e4m3 ends at 448
             block.zero_grad()
             if not checkpointed:
                 y = forward(x)
             elif inside:
-                y = te.checkpoint(forward, x)
+                y = te.checkpoint(forward, x, **how)
             else:
                 with te.fp8_autocast(enabled=True, fp8_recipe=recipe):
-                    y = te.checkpoint(block, x)
-            y.float().square().sum().backward()
+                    y = te.checkpoint(block, x, **how)
+            y.backward(torch.randn(ROWS, SIZE, device="cuda", dtype=torch.bfloat16))
+            found += [y.detach(), x.grad, block.weight.grad.clone()]
     except Exception as error:  # what it raises is the finding
         return f"{type(error).__name__}: {error}"
-    return block.fp8_meta["scaling_fwd"].scale[0].item(), x.grad, block.weight.grad
+    return block.fp8_meta["scaling_fwd"].scale[0].item(), found
 
 
-def off(got, want):
-    """Why two results are not the same, or an empty string."""
-    if isinstance(got, str):
-        return got
-    if got[0] != want[0]:
-        return f"scale {got[0]:.4g}, not {want[0]:.4g}"
-    errors = [((g.float() - w.float()).norm() / w.float().norm()).item() for g, w in zip(got[1:], want[1:], strict=True)]
-    return f"gradients off by {max(errors):.2g}" if max(errors) else ""
+def main():
+    plain, still = trained(False), trained(False, training=False)
+    check("control", "without te.checkpoint the scale is updated in training", not isinstance(plain, str) and plain[0] != 1)
+    check("control", "without te.checkpoint eval mode has gradients", not isinstance(still, str))
+    outer = {"FP8 around it": {}, "FP8 inside": {"inside": True}, "eval mode": {"training": False}}
+    for name, options in outer.items():
+        for how in ({}, {"use_reentrant": False}):
+            got, want = trained(True, **options, **how), still if "training" in options else plain
+            if isinstance(got, str):
+                why = got
+            else:
+                errors = [
+                    ((g.float() - w.float()).norm() / w.float().norm()).item() for g, w in zip(got[1], want[1], strict=True)
+                ]
+                why = (
+                    f"scale {got[0]:.3g}, not {want[0]:.3g}; off by {max(errors):.2g}"
+                    if got[0] != want[0] or max(errors)
+                    else ""
+                )
+            case = f"{name}{', use_reentrant=False' if how else ''}"
+            FACTS["metrics"][case] = why or "right"
+            check("trigger", f"{case}: bitwise as without te.checkpoint{why and f' ({why})'}", not why)
+            if why:
+                check(
+                    "signature",
+                    "a KeyError of the recomputation, or a scale of 1",
+                    "pos_fwd_recompute'" in why or why.startswith("scale 1,"),
+                )
+    finish()
 
 
-warnings.filterwarnings("ignore")
-release = distribution("transformer-engine")
-facts["version"] = release.version
-if not Path(release.locate_file("transformer_engine/pytorch/tensor/float8_tensor.py")).exists() or release.version.startswith(
-    "1."
-):
-    print("This release has other modules for FP8: transformer-engine 2 and newer are looked at.")
-    finish("UNTESTABLE", "no-api")
-try:
-    te = importlib.import_module("transformer_engine.pytorch")
-except (OSError, AssertionError, RuntimeError, StopIteration) as error:
-    if "transformer_engine_torch" in sys.modules:
-        raise
-    print(
-        f"Without transformer-engine's compiled libraries ({str(error).splitlines()[0][:80]}): nox -s pack23 runs it in the lane te-cpu."
-    )
-    finish("UNTESTABLE", "no-device")
-te_recipe = importlib.import_module("transformer_engine.common.recipe")
-states = next(m for name in ("quantization", "fp8") if (m := sys.modules.get(f"transformer_engine.pytorch.{name}")))
-manager = states.FP8GlobalStateManager
-facts["file"] = states.__file__
-compiled = hasattr(sys.modules["transformer_engine_torch"], "__file__")
-facts["evidence"] = "device:sm_{}{}".format(*torch.cuda.get_device_capability()) if compiled else "source"
-print(f"transformer-engine {release.version}, torch {torch.__version__}, {facts['evidence']}")
-plain, still = trained(False), trained(False, training=False)
-state("control", "without checkpointing the scale is updated in training", not isinstance(plain, str) and plain[0] != 1)
-state("control", "without checkpointing eval mode has gradients", not isinstance(still, str))
-for name, got, want in (
-    ("training", trained(True), plain),
-    ("FP8 switched on inside the checkpointed function", trained(True, inside=True), plain),
-    ("eval mode", trained(True, training=False), still),
-):
-    metrics[name] = why = off(got, want)
-    if name == "training":
-        state("trigger", f"{name}: not as without checkpointing" + (f" ({why})" if why else ""), why)
-    else:
-        state("trigger", f"{name}: {why or 'as without checkpointing'}", "Error" in why)
-bad = [c["name"] for c in facts["comparisons"] if c["role"] == "control" and not c["holds"]]
-if bad:
-    finish("CHANGED", bad[0])
-if any(c["holds"] for c in facts["comparisons"] if c["role"] == "trigger"):
-    finish("REPRODUCED")
-if any(metrics.values()):
-    finish("CHANGED", "scale")
-finish("ABSENT")
+# --- report/1: the same in every script, kept so by `python -m common tables`; docs/scripts.md says what the words mean ---
+import json
+import math
+import os
+import sys
+import traceback
+
+CHECKS, FACTS = [], {"report": 1, "evidence": "none", "metrics": {}}
+
+
+def check(role, name, ok=None, *, error=None, limit=None):
+    """Record whether the release behaves as a correct one: ``ok``, or ``error <= limit``. What is no finite number has failed."""
+    row = {"role": role, "name": name}
+    if limit is not None:
+        error = float(error) if error is not None and math.isfinite(error) else None
+        row |= {"error": error, "limit": limit}
+        ok = error is not None and error <= limit
+    CHECKS.append({**row, "ok": bool(ok)})
+    shown = "" if limit is None else "  not finite" if error is None else f"  {error:.2e} (limit {limit:.0e})"
+    words = ("seen", "not seen") if role == "signature" else ("ok", "FAIL")
+    print(f"{role:<9} {words[not ok]:<8} {name}{shown}", flush=True)
+
+
+def finish(verdict=None, reason=""):
+    """Print the verdict that the checks give, or CHANGED, UNTESTABLE or MEASURED; exit with 10, 0 or 125."""
+    failed = {
+        role: [c["name"] for c in CHECKS if c["role"] == role and not c["ok"]] for role in ("control", "trigger", "signature")
+    }
+    if verdict is None:
+        if not {"control", "trigger"} <= {c["role"] for c in CHECKS}:
+            verdict, reason = "CHANGED", "nothing was checked"
+        elif bad := failed["control"] or (failed["trigger"] and failed["signature"]):
+            verdict, reason = "CHANGED", bad[0]
+        else:
+            verdict = "REPRODUCED" if failed["trigger"] else "ABSENT"
+    absent = "FIX_VALIDATED" if os.environ.get("REPRODUCER_SIDE") == "patched" else "BUG_ABSENT"
+    word = {"REPRODUCED": "BUG_REPRODUCED", "ABSENT": absent}.get(verdict, verdict)
+    facts = json.dumps({**FACTS, "checks": CHECKS, "verdict": verdict})
+    print(json.dumps(json.loads(facts, parse_constant=lambda _: None)))  # NaN is no JSON.
+    print(f"{word}: {reason}" if reason else word)
+    sys.exit({"REPRODUCED": 10, "ABSENT": 0, "MEASURED": 0}.get(verdict, 125))
+
+
+def unexpected(kind, error, trace):
+    traceback.print_exception(kind, error, trace)
+    if issubclass(kind, ImportError):
+        finish("UNTESTABLE", "import")
+    if kind.__name__ in ("MemoryError", "OutOfMemoryError"):
+        finish("UNTESTABLE", "oom")
+    if issubclass(kind, Exception):
+        finish("CHANGED", kind.__name__)
+
+
+sys.excepthook = unexpected
+# --- end of report/1 ---
+
+if __name__ == "__main__":
+    parser.parse_args()
+    te, recipes, manager = release()
+    main()

@@ -1,0 +1,103 @@
+"""The deep check of pack23's fix: several blocks, FP8 inside some of them, evaluations, microbatches; all bitwise as without te.checkpoint.
+
+Runs after repro.py on the patched side. Where FP8 is switched on around several blocks, pack22's bug is in the way: that is not looked at here.
+"""
+
+import repro
+import torch
+from repro import ROWS, SIZE, check, finish
+
+STEPS, LENGTH, BLOCKS = 8, 4, 3
+
+
+def network():
+    torch.manual_seed(0)
+    repro.manager.reset()
+    return torch.nn.ModuleList([repro.te.Linear(SIZE, SIZE, device="cuda", params_dtype=torch.bfloat16) for _ in range(BLOCKS)])
+
+
+def tensor(scale):
+    return scale * torch.randn(ROWS, SIZE, device="cuda", dtype=torch.bfloat16)
+
+
+def forward(parts, x, recipe, in_fp8, checkpointed, how):
+    """FP8 is switched on for each block of ``in_fp8`` by itself; blocks that are ``checkpointed`` are given to te.checkpoint with that inside."""
+
+    def block(i, x):
+        with repro.te.fp8_autocast(enabled=i in in_fp8, fp8_recipe=recipe):
+            return parts[i](x)
+
+    for i in range(BLOCKS):
+        x = repro.te.checkpoint(lambda x, i=i: block(i, x), x, **how) if i in checkpointed else block(i, x)
+    return x
+
+
+def scales(parts):
+    """Scales and histories of the forward and backward; not the history's first row, where the next amax is collected."""
+    metas = [part.fp8_meta.get(f"scaling_{way}") for part in parts for way in ("fwd", "bwd")]
+    return [t.clone() for meta in metas if meta is not None for t in (meta.scale, meta.amax_history[1:])]
+
+
+def stored():
+    state = getattr(repro.manager, "quantization_state", repro.manager)
+    return sum(map(len, state.fp8_tensors_recompute_buffer))
+
+
+def trained(in_fp8, checkpointed, how, microbatches=1, training=True, evaluate=False):
+    """Outputs, gradients, scales and histories after each step; and whether an evaluation between steps left scales and histories as they were."""
+    parts, recipe, found, untouched = network().train(training), repro.recipes.DelayedScaling(amax_history_len=LENGTH), [], True
+    torch.manual_seed(1)
+    for step in range(STEPS):
+        inputs = [tensor(1000 if step % 3 == 0 else 1).requires_grad_() for _ in range(microbatches)]
+        outputs = [forward(parts, x, recipe, in_fp8, checkpointed, how) for x in inputs]
+        for y in outputs:
+            y.backward(tensor(1))
+        found.append(
+            [
+                t.detach().clone()
+                for t in (*outputs, *(x.grad for x in inputs), *(p.grad for p in parts.parameters()), *scales(parts))
+            ]
+        )
+        parts.zero_grad()
+        if evaluate:
+            before, x = scales(parts), tensor(5000)
+            with torch.no_grad():
+                forward(parts, x, recipe, in_fp8, checkpointed, how)
+            untouched &= all(map(torch.equal, before, scales(parts)))
+            repro.te.checkpoint(lambda x: forward(parts, x, recipe, in_fp8, (), {}), tensor(1))  # its input wants no gradient
+    return found, untouched
+
+
+def main():
+    every = tuple(range(BLOCKS))
+    for name, options in (
+        ("FP8 inside all blocks", {}),
+        ("FP8 inside the second block", {"in_fp8": (1,)}),
+        ("all but the last block checkpointed", {"checkpointed": (0, 1)}),
+        ("two microbatches", {"microbatches": 2}),
+        ("eval mode", {"training": False}),
+        ("evaluations between steps", {"evaluate": True}),
+    ):
+        for how in ({}, {"use_reentrant": False}):
+            given = {"in_fp8": every, "checkpointed": every, **options}
+            case = f"{name}{', use_reentrant=False' if how else ''}"
+            (want, still), (got, untouched) = trained(how=how, **{**given, "checkpointed": ()}), trained(how=how, **given)
+            wrong = next((i for i, (a, b) in enumerate(zip(got, want, strict=True)) if not all(map(torch.equal, a, b))), None)
+            check(
+                "trigger",
+                f"{case}: bitwise as without te.checkpoint" + ("" if wrong is None else f" until step {wrong}"),
+                wrong is None,
+            )
+            check("trigger", f"{case}: nothing is kept for a recomputation that is over", not stored())
+            if "evaluate" in options:
+                check("control", f"{case}: without te.checkpoint they change no scale", still)
+                check("trigger", f"{case}: they change no scale", untouched)
+            if not how:
+                check("control", f"{case}: scales change", len({step[-4].sum().item() for step in want}) > 2)
+    finish()
+
+
+if __name__ == "__main__":
+    repro.parser.parse_args()
+    repro.te, repro.recipes, repro.manager = repro.release()
+    main()
