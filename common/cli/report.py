@@ -138,6 +138,8 @@ def surprises(rows: Sequence[Row]) -> Iterator[Text]:
             text = f"{row.cell.dist} {row.cell.version} {row.cell.side}: expected {row.expected} ({row.why}), saw {row.verdict}"
             if row.verdict.outcome == "ABSENT" and row.expected == "REPRODUCED":
                 text += ". If upstream fixed it, update [expected] and retire the workaround"
+            if row.verdict.reason.endswith(("timeout", "oom")):
+                text += ". Is the machine busy? Run it once more by itself, with --jobs 1"
             if row.ran and row.message:
                 text += f" ({row.message.rstrip('.')})"
             yield Text(plain(f"✗ {text}.", None), "red")

@@ -2,187 +2,174 @@
 # requires-python = ">=3.10"
 # dependencies = ["numpy>=1.26", "nvidia-cuda-cccl==13.0.85", "nvidia-cuda-crt==13.0.88", "nvidia-cuda-nvcc==13.0.88", "nvidia-cuda-runtime==13.0.96", "nvidia-nvvm==13.0.88", "torch==2.13.0", "triton==3.7.1"]
 # ///
-"""deep-gemm: ranks that start with a cold cache compile every kernel once each, for the cache is looked into and written without a lock.
+"""deep-gemm: ranks that start with a cold cache compile every kernel once each, for the cache is looked into and written without a lock (#301).
 
-Four ranks want the same two kernels at the same time: with a cold cache of all, after rank 0 has filled it, each with a cache of its own, and with one that is
-read-only. What is counted is how often nvcc, or Triton's ptxas, is called, with no GPU: deep_gemm.jit.build and triton.compile build for sm_90a and sm_90.
-
-The sdist of deep-gemm 1.0.0 lacks the headers of its GEMMs, so two small kernels are built by the release's own build(); it cannot be installed by pip either
-(unpack it and set PYTHONPATH, or nox -s pack25). Exits 10 (BUG_REPRODUCED), 0 (BUG_ABSENT) or 125 (neither).
+Four ranks want the same two kernels at the same time: from one cold cache, after rank 0 has filled it, and each from a cache of its own. What is counted is how
+often nvcc is called, with no GPU: the release's deep_gemm.jit.build compiles for sm_90a. The sdist of 1.0.0 lacks the headers of its GEMMs, so two small
+kernels are built; and pip cannot install it (unpack it and set PYTHONPATH, or nox -s pack25). Exits with 10 (BUG_REPRODUCED), 0 (BUG_ABSENT) or 125 (neither).
 """
 
 import argparse
-import ctypes
 import importlib
 import importlib.util
-import json
 import multiprocessing
-import os
 import re
 import shlex
-import sys
 import tempfile
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.parse_args()
 RANKS, KERNELS = 4, 2
-patched = os.environ.get("REPRODUCER_SIDE") == "patched"
-facts = {"reproducer": 1, "evidence": "codegen", "comparisons": [], "metrics": {}}
-metrics = facts["metrics"]
 
 
-def finish(verdict, reason=""):
-    absent = "FIX_VALIDATED" if patched else "BUG_ABSENT"
-    word = {"REPRODUCED": "BUG_REPRODUCED", "ABSENT": absent}.get(verdict, verdict)
-    print(json.dumps({**facts, "verdict": verdict}))
-    print(f"{word}: {reason}" if reason else word)
-    sys.exit({"REPRODUCED": 10, "ABSENT": 0}.get(verdict, 125))
+def release():
+    """deep_gemm's compiler, and nvcc of its wheel."""
+    package = importlib.util.find_spec("deep_gemm")
+    if package is None:
+        print(
+            "deep-gemm is not here, and pip cannot install its sdist: PYTHONPATH=deep_gemm-1.0.0, unpacked, or nox -s pack25."
+        )
+        finish("UNTESTABLE", "install")
+    try:
+        version = distribution("deep-gemm").version
+    except PackageNotFoundError:  # the sdist as it was unpacked
+        about = Path(package.origin).parents[1].joinpath("PKG-INFO").read_text()
+        version = re.search(r"^Version: (.+)$", about, re.MULTILINE)[1]
+    FACTS.update(version=version, evidence="codegen")
+    found = [Path(place, "cu13/bin/nvcc") for place in importlib.util.find_spec("nvidia").submodule_search_locations]
+    nvcc = next((path for path in found if path.exists()), None)
+    if nvcc is None:
+        print("There is no nvcc: pip install nvidia-cuda-nvcc==13.0.88")
+        finish("UNTESTABLE", "install")
+    compiler = importlib.import_module("deep_gemm.jit.compiler")
+    FACTS["file"] = compiler.__file__
+    return compiler, nvcc
 
 
-def state(role, name, holds):
-    facts["comparisons"].append({"role": role, "name": name, "holds": bool(holds)})
-    print(f"{role:<8} {name:<96} {bool(holds)}", flush=True)
-
-
-def deep_gemm(kernel, folder):
-    """Build a kernel with the release's build(), which finds no headers of its own and wants none."""
-    import deep_gemm.jit.compiler as compiler
-
-    compiler.get_jit_include_dir = lambda: f"{folder}/include"
+def build(kernel):
+    """Build kernel number ``kernel`` with the release's build(), which wants no headers for it."""
     code = f'__global__ void k(float* x) {{ x[0] *= {kernel + 2}; }}\nextern "C" void launch(float* x) {{ k<<<1, 1>>>(x); }}\n'
-    compiler.build(f"k{kernel}", (), code)
+    return compiler.build(f"k{kernel}", (), code)
 
 
-def triton(kernel, folder):
-    import triton
-    from triton.backends import backends
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    CUDABackend = backends["nvidia"].compiler
-
-    if not hasattr(triton, "counted"):
-        make = CUDABackend.make_cubin
-
-        def counting(*given):
-            with Path(folder, "compiled").open("a") as log:
-                log.write("ptxas\n")
-            return make(*given)
-
-        CUDABackend.make_cubin, triton.counted = counting, True
-    source = ASTSource(fn=kernels(triton)[kernel], signature={"x": "*fp32"}, constexprs={})
-    triton.compile(source, target=GPUTarget("cuda", 90, 32))
+def noting(folder):
+    """An nvcc that notes each call but those for its version; its path is part of a kernel's name in the cache."""
+    Path(folder, "include/deep_gemm").mkdir(parents=True)
+    wrapper, log = Path(folder, "nvcc"), shlex.quote(f"{folder}/compiled")
+    call = f'case "$*" in *--version*) ;; *) echo nvcc >> {log} ;; esac'
+    wrapper.write_text(f'#!/bin/sh\n{call}\nexec {shlex.quote(str(nvcc))} "$@"\n')
+    wrapper.chmod(0o755)
 
 
-def kernels(triton):
-    global tl  # Triton 3.3 finds no other names in kernels
-    tl = triton.language
-
-    @triton.jit
-    def double(x):
-        tl.store(x, tl.load(x) * 2)
-
-    @triton.jit
-    def triple(x):
-        tl.store(x, tl.load(x) * 3)
-
-    return double, triple
-
-
-def read_only(root):
-    """For this process: by a mount of its own, for root, whom modes do not stop; else by its modes."""
-    if os.geteuid():
-        for place, _, _ in os.walk(root):
-            Path(place).chmod(0o555)
-        return
-    libc, at = ctypes.CDLL(None, use_errno=True), root.encode()
-    private, bind, again = 0x44000, 0x1000, 0x1021  # MS_REC | MS_PRIVATE; MS_BIND; MS_BIND | MS_REMOUNT | MS_RDONLY
-    mounts = (b"none", b"/", None, private, None), (at, at, None, bind, None), (at, at, None, again, None)
-    if libc.unshare(0x20000) or any(libc.mount(*mount) for mount in mounts):  # CLONE_NEWNS
-        raise OSError(f"no mount of its own here: {os.strerror(ctypes.get_errno())}")
-
-
-def rank(compiler, root, barrier, folder, own, locked):
-    """One rank: meet the others before each kernel, build it, and say what went wrong."""
-    os.environ.update(DG_NVCC_COMPILER=f"{folder}/nvcc", DG_CACHE_DIR=root, TRITON_CACHE_DIR=root)
+def rank(root, barrier, folder, kernels):
+    """One rank: meet the others before each kernel, and build it; what goes wrong is written down."""
+    os.environ.update(DG_NVCC_COMPILER=f"{folder}/nvcc", DG_CACHE_DIR=root)
     os.environ["NVCC_APPEND_FLAGS"] = f"-L{nvcc.parent.parent / 'lib'}"  # of the wheels, where nvcc does not look
+    compiler.get_jit_include_dir = lambda: f"{folder}/include"
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     try:
-        if locked:
-            read_only(root)
-        for kernel in range(KERNELS):
-            barrier.wait(60)
-            compiler(kernel, folder)
-    except Exception as error:  # what it raises is the finding
-        Path(own, f"failed.{os.getpid()}").write_text(f"{type(error).__name__}: {str(error)[:120]}")
+        for kernel in range(kernels):
+            barrier.wait(120)
+            assert Path(build(kernel).path, "kernel.so").stat().st_size
+    except Exception as error:
+        Path(folder, f"failed.{os.getpid()}").write_text(f"{type(error).__name__}: {error}")
 
 
-def compiles(compiler, folder, roots, locked=False):
-    """How often the compiler is called by ranks that start together, each with its cache root; and what the first that failed says."""
-    with tempfile.TemporaryDirectory() as own:
-        log = Path(folder, "compiled")
-        log.write_text("")
-        barrier = forked.Barrier(len(roots))
-        ranks = [forked.Process(target=rank, args=(compiler, root, barrier, folder, own, locked)) for root in roots]
-        for each in ranks:
-            each.start()
-        for each in ranks:
-            each.join()
-        failed = [path.read_text() for path in Path(own).glob("failed.*")]
-        return {"compiles": len(log.read_text().split()), **({"failed": len(failed), "says": failed[0]} if failed else {})}
+def compiles(folder, roots, kernels=KERNELS):
+    """How often nvcc is called by ranks that start together, each with its cache root; and how many ranks fail."""
+    log, forked = (
+        Path(folder, "compiled"),
+        multiprocessing.get_context("fork"),
+    )  # of a process that has imported what takes seconds
+    log.write_text("")
+    barrier = forked.Barrier(len(roots))
+    ranks = [forked.Process(target=rank, args=(root, barrier, folder, kernels)) for root in roots]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join()
+    failed = [path.read_text() for path in Path(folder).glob("failed.*")]
+    return len(log.read_text().split()), failed
 
 
-package = importlib.util.find_spec("deep_gemm")
-if package is None:
-    print("deep-gemm is not here, and its sdist cannot be installed: PYTHONPATH=deep_gemm-1.0.0, unpacked, or nox -s pack25.")
-    finish("UNTESTABLE", "install")
-try:
-    facts["version"] = distribution("deep-gemm").version
-except PackageNotFoundError:  # the sdist as it was unpacked
-    about = Path(package.origin).parents[1].joinpath("PKG-INFO").read_text()
-    facts["version"] = re.search(r"^Version: (.+)$", about, re.MULTILINE)[1]
-found = [Path(place, "cu13/bin/nvcc") for place in importlib.util.find_spec("nvidia").submodule_search_locations]
-nvcc = next((path for path in found if path.exists()), None)
-if nvcc is None:
-    sys.exit("There is no nvcc: pip install nvidia-cuda-nvcc==13.0.88")
-version = distribution("triton").version
-print(f"deep-gemm {facts['version']}, Triton {version}, {RANKS} ranks, {KERNELS} kernels, {os.cpu_count()} cores")
-forked = multiprocessing.get_context("fork")  # of a process that has imported what takes seconds
-for compiler, name in ((deep_gemm, "deep_gemm"), (triton, "triton")):
-    importlib.import_module("deep_gemm.jit.compiler" if compiler is deep_gemm else "triton.compiler")
-    with tempfile.TemporaryDirectory() as place:
-        Path(place, "include/deep_gemm").mkdir(parents=True)
-        wrapper = Path(
-            place, "nvcc"
-        )  # notes each call but those for the version; its path is part of a kernel's name in the cache
-        call = f'case "$*" in *--version*) ;; *) echo nvcc >> {shlex.quote(place)}/compiled ;; esac'
-        wrapper.write_text(f'#!/bin/sh\n{call}\nexec {shlex.quote(str(nvcc))} "$@"\n')
-        wrapper.chmod(0o755)
-        cold, warm, empty = f"{place}/cold", f"{place}/warm", f"{place}/empty"
-        Path(empty).mkdir()
-        rows = metrics[name] = {
-            "one cold cache": compiles(compiler, place, [cold] * RANKS),
-            "rank 0 before the others": compiles(compiler, place, [warm]),
-            "then the others": compiles(compiler, place, [warm] * RANKS),
-            "a cold cache each": compiles(compiler, place, [f"{place}/{n}" for n in range(RANKS)]),
-            "one warm cache, read-only": compiles(compiler, place, [warm] * RANKS, locked=True),
-            "one cold cache, read-only": compiles(compiler, place, [empty] * RANKS, locked=True),
-        }
-    for case, row in rows.items():
-        print(f"         {name}, {case}: {row}")
-    state(
-        "control",
-        f"{name}: rank 0 alone compiles each kernel once",
-        rows["rank 0 before the others"] == {"compiles": KERNELS},
-    )
-    state("control", f"{name}: after it the others compile nothing", rows["then the others"] == {"compiles": 0})
-    state("control", f"{name}: with a cache each, all compile all", rows["a cold cache each"] == {"compiles": RANKS * KERNELS})
-facts["file"] = sys.modules["deep_gemm.jit.compiler"].__file__
-rows = metrics["deep_gemm"]["one cold cache"]
-state("trigger", f"deep_gemm: one cold cache, {rows['compiles']} compiles of {KERNELS} kernels", rows["compiles"] > KERNELS)
-bad = [c["name"] for c in facts["comparisons"] if c["role"] == "control" and not c["holds"]]
-if bad:
-    finish("CHANGED", bad[0])
-finish("REPRODUCED" if any(c["holds"] for c in facts["comparisons"] if c["role"] == "trigger") else "ABSENT")
+def main():
+    print(f"{RANKS} ranks, {KERNELS} kernels, {os.cpu_count()} cores")
+    with tempfile.TemporaryDirectory() as folder:
+        noting(folder)
+        cold, warm = f"{folder}/cold", f"{folder}/warm"
+        for role, name, roots, want in (
+            ("control", "rank 0 alone", [warm], KERNELS),
+            ("control", "then the others from its cache", [warm] * RANKS, 0),
+            ("control", "a cold cache each", [f"{folder}/{n}" for n in range(RANKS)], RANKS * KERNELS),
+            ("trigger", "one cold cache", [cold] * RANKS, KERNELS),
+        ):
+            count, failed = compiles(folder, roots)
+            FACTS["metrics"][name] = count
+            check("control", f"{name}: all ranks have their kernels{': ' + failed[0] if failed else ''}", not failed)
+            check(role, f"{name}: {count} compiles of {KERNELS} kernels, {want} needed", count == want)
+            if role == "trigger" and count != want:
+                check("signature", "more than are needed, and none more than once a rank", want < count <= RANKS * KERNELS)
+    finish()
+
+
+# --- report/1: the same in every script, kept so by `python -m common tables`; docs/scripts.md says what the words mean ---
+import json
+import math
+import os
+import sys
+import traceback
+
+CHECKS, FACTS = [], {"report": 1, "evidence": "none", "metrics": {}}
+
+
+def check(role, name, ok=None, *, error=None, limit=None):
+    """Record whether the release behaves as a correct one: ``ok``, or ``error <= limit``. What is no finite number has failed."""
+    row = {"role": role, "name": name}
+    if limit is not None:
+        error = float(error) if error is not None and math.isfinite(error) else None
+        row |= {"error": error, "limit": limit}
+        ok = error is not None and error <= limit
+    CHECKS.append({**row, "ok": bool(ok)})
+    shown = "" if limit is None else "  not finite" if error is None else f"  {error:.2e} (limit {limit:.0e})"
+    words = ("seen", "not seen") if role == "signature" else ("ok", "FAIL")
+    print(f"{role:<9} {words[not ok]:<8} {name}{shown}", flush=True)
+
+
+def finish(verdict=None, reason=""):
+    """Print the verdict that the checks give, or CHANGED, UNTESTABLE or MEASURED; exit with 10, 0 or 125."""
+    failed = {
+        role: [c["name"] for c in CHECKS if c["role"] == role and not c["ok"]] for role in ("control", "trigger", "signature")
+    }
+    if verdict is None:
+        if not {"control", "trigger"} <= {c["role"] for c in CHECKS}:
+            verdict, reason = "CHANGED", "nothing was checked"
+        elif bad := failed["control"] or (failed["trigger"] and failed["signature"]):
+            verdict, reason = "CHANGED", bad[0]
+        else:
+            verdict = "REPRODUCED" if failed["trigger"] else "ABSENT"
+    absent = "FIX_VALIDATED" if os.environ.get("REPRODUCER_SIDE") == "patched" else "BUG_ABSENT"
+    word = {"REPRODUCED": "BUG_REPRODUCED", "ABSENT": absent}.get(verdict, verdict)
+    facts = json.dumps({**FACTS, "checks": CHECKS, "verdict": verdict})
+    print(json.dumps(json.loads(facts, parse_constant=lambda _: None)))  # NaN is no JSON.
+    print(f"{word}: {reason}" if reason else word)
+    sys.exit({"REPRODUCED": 10, "ABSENT": 0, "MEASURED": 0}.get(verdict, 125))
+
+
+def unexpected(kind, error, trace):
+    traceback.print_exception(kind, error, trace)
+    if issubclass(kind, ImportError):
+        finish("UNTESTABLE", "import")
+    if kind.__name__ in ("MemoryError", "OutOfMemoryError"):
+        finish("UNTESTABLE", "oom")
+    if issubclass(kind, Exception):
+        finish("CHANGED", kind.__name__)
+
+
+sys.excepthook = unexpected
+# --- end of report/1 ---
+
+if __name__ == "__main__":
+    parser.parse_args()
+    compiler, nvcc = release()
+    main()

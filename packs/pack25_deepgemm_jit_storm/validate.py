@@ -1,0 +1,100 @@
+"""The deep check of pack25's fix: a compilation that fails, a rank that is killed while it compiles, two kernels at once, more ranks, a cache that is read-only.
+
+Runs after repro.py on the patched side.
+"""
+
+import ctypes
+import os
+import shlex
+import tempfile
+from pathlib import Path
+
+import repro
+from repro import check, finish
+
+RANKS = 6
+
+
+def nvcc(folder, before):
+    """The nvcc that notes its calls, with a line of shell in front of it."""
+    wrapper = Path(folder, "nvcc")
+    head, rest = wrapper.read_text().split("\nexec ", 1)
+    wrapper.write_text(f'{head}\ncase "$*" in *--version*) ;; *) {before} ;; esac\nexec {rest}')
+
+
+def failing(folder):
+    """The first call of nvcc fails: the next rank compiles, and the others take its kernel."""
+    nvcc(folder, f"mkdir {shlex.quote(folder)}/once 2>/dev/null && exit 1")
+    count, failed = repro.compiles(folder, [f"{folder}/cache"] * RANKS, 1)
+    check("trigger", f"a compilation fails: {len(failed)} of {RANKS} ranks fail, 1 has to", len(failed) == 1)
+    check("trigger", f"a compilation fails: {count} calls, 2 needed", count == 2)
+
+
+def killed(folder):
+    """The first rank that compiles is killed: its lock goes with it."""
+    nvcc(folder, f"mkdir {shlex.quote(folder)}/once 2>/dev/null && kill -9 $PPID && sleep 600")
+    count, failed = repro.compiles(folder, [f"{folder}/cache"] * RANKS, 1)
+    check(
+        "trigger",
+        f"a rank is killed while it compiles: {count} calls, 2 needed, {len(failed)} others fail",
+        (count, len(failed)) == (2, 0),
+    )
+
+
+def at_once(folder):
+    """Two kernels are compiled at the same time: each call of nvcc waits for another kind to have begun."""
+    place = shlex.quote(folder)
+    mark = f'k=$(basename "$(dirname "$1")"); k=${{k%.*}}; : > {place}/began.$k'
+    wait = f"n=0; while [ $(ls {place}/began.* | wc -l) -lt 2 ] && [ $n -lt 200 ]; do sleep 0.1; n=$((n+1)); done; [ $n -lt 200 ] || : > {place}/alone"
+    nvcc(folder, f"{mark}; {wait}")
+    original, repro.build = repro.build, lambda kernel: original(os.getpid() % 2)
+    try:
+        count, failed = repro.compiles(folder, [f"{folder}/cache"] * RANKS, 1)
+    finally:
+        repro.build = original
+    check("trigger", f"two kernels at once: {count} calls, 2 needed", count == 2 and not failed)
+    check("trigger", "two kernels at once: neither waits for the other", not Path(folder, "alone").exists())
+
+
+def read_only(folder):
+    """A cache that is warm may be read-only."""
+    root = f"{folder}/cache"
+    repro.compiles(folder, [root])
+    original, repro.build = repro.build, lambda kernel: locked(root) or original(kernel)
+    try:
+        count, failed = repro.compiles(folder, [root] * RANKS)
+    finally:
+        repro.build = original
+    check("trigger", f"a warm cache, read-only: {count} calls, 0 needed", count == 0 and not failed)
+
+
+def locked(root):
+    """Make ``root`` read-only for this process: by a mount of its own, for root, whom modes do not stop; else by its modes."""
+    if os.geteuid():
+        for place, _, _ in os.walk(root):
+            Path(place).chmod(0o555)
+        return
+    libc, at = ctypes.CDLL(None, use_errno=True), root.encode()
+    private, bind, again = 0x44000, 0x1000, 0x1021  # MS_REC | MS_PRIVATE; MS_BIND; MS_BIND | MS_REMOUNT | MS_RDONLY
+    mounts = (b"none", b"/", None, private, None), (at, at, None, bind, None), (at, at, None, again, None)
+    if libc.unshare(0x20000) or any(libc.mount(*mount) for mount in mounts):  # CLONE_NEWNS
+        raise OSError(f"no mount of its own here: {os.strerror(ctypes.get_errno())}")
+
+
+def main():
+    with tempfile.TemporaryDirectory() as folder:
+        repro.noting(folder)
+        count, failed = repro.compiles(folder, [f"{folder}/cache"] * RANKS)
+        check("control", f"{RANKS} ranks have their kernels", not failed)
+        check("trigger", f"{RANKS} ranks: {count} calls, {repro.KERNELS} needed", count == repro.KERNELS)
+    for case in (failing, killed, at_once, read_only):
+        with tempfile.TemporaryDirectory() as folder:
+            repro.noting(folder)
+            case(folder)
+    finish()
+
+
+if __name__ == "__main__":
+    repro.parser.parse_args()
+    repro.compiler, repro.nvcc = repro.release()
+    main()
