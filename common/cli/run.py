@@ -114,7 +114,7 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
         **({} if own else {"arguments": given}),
     )
     chosen, warnings = _releases(plan, options.releases, out)
-    tool = bool(set(plan.arguments) & set(pack.tools))
+    tool = next((pack.tools[word] for word in plan.arguments if word in pack.tools), None)
     if tool and options.releases is None:
         chosen = chosen[-1:]  # the newest that the pack pins
     if tool and len(chosen) != 1:
@@ -127,7 +127,7 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     for each in {each.requires: each for each in needed}.values():
         common.base(each, out)
     if tool:
-        return _use(plan, chosen[0], out)
+        return _use(plan, chosen[0], pack.folder / tool, out)
     wanted = [(plan, release) for release in chosen]
     missing: list[str] = []
     if options.releases in (None, "pinned") and not (
@@ -209,10 +209,10 @@ def _wheels(pack: Pack, variant: str, options: argparse.Namespace, out: Console)
     return wheels
 
 
-def _use(plan: Plan, release: Release, out: Console) -> int:
+def _use(plan: Plan, release: Release, script: Path, out: Console) -> int:
     """The pack's script as a tool, on one release, from the folder that the user is in."""
     out.print(f"{plan.pack.package} {release.version}, lane {plan.lane}", markup=False)
-    done = runner.use(plan, release, common.called_from())
+    done = runner.use(plan, release, script, common.called_from())
     return done if done in (common.OK, common.USAGE) else common.SURPRISE
 
 
@@ -241,7 +241,9 @@ def _arguments(pack: Pack, variant: str | None, extra: Sequence[str]) -> tuple[s
             known = ", ".join(pack.variants) or "none"
             raise UserError(f"{pack.name} has no variant {variant!r}; it has: {known}.")
         return variant, pack.variants[variant].arguments
-    takes = set(re.findall(r"add_argument\(\s*['\"](--[a-z-]+)", pack.script.read_text(encoding="utf-8")))
+    tools = [pack.folder / script for option, script in pack.tools.items() if option in extra]
+    text = "".join(script.read_text(encoding="utf-8") for script in (pack.script, *tools))
+    takes = set(pack.tools) | set(re.findall(r"add_argument\(\s*['\"](--[a-z-]+)", text))
     for word in extra:
         if word.startswith("--") and word.partition("=")[0] not in takes:
             raise UserError(

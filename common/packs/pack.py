@@ -109,7 +109,7 @@ class Pack:
     #: The release's sdist cannot be built, and need not be: its Python files are put where they would be installed.
     as_files: bool
     #: Options of the script that make it a tool for the user's own code: it then gives no verdict, and gets no receipt.
-    tools: tuple[str, ...]
+    tools: Mapping[str, str]
     build: Mapping[str, str]
     #: The deep check of the fix, run on the patched side after repro.py; FIX_VALIDATED needs both.
     validate: str | None
@@ -330,7 +330,8 @@ class _Toml(Struct, forbid_unknown_fields=True, kw_only=True):
     prefix: Annotated[str, like(r"(?:[A-Za-z0-9_-][A-Za-z0-9._-]*/)*")] = ""
     tree: list[str] = []
     as_files: bool = False
-    tools: list[str] = []
+    #: Options that run another script as a tool for a user's own code.
+    tools: dict[str, _File] = {}
     build: dict[str, str] = {}
     #: Two packs about one piece of upstream code may share the check: "../pack11_slug/validate.py".
     validate: Annotated[str, like(r"(?:\.\./pack\d\d_[a-z0-9_]+/)?[a-z][a-z0-9_]*\.py")] | None = None
@@ -359,7 +360,11 @@ def _pack(folder: Path, told: _Toml) -> Pack:
     for key in told.pins:
         if key not in (*told.lanes, told.validate_lane):
             _specifier(f"pins.{key}", key)
-    for name, script in (("validate", told.validate), *((f"variants.{n}", v.script) for n, v in told.variants.items())):
+    for name, script in (
+        ("validate", told.validate),
+        *told.tools.items(),
+        *((f"variants.{n}", v.script) for n, v in told.variants.items()),
+    ):
         if script is not None and not (folder / script).is_file():
             raise ValueError(f"{name} names {script}, and there is no such file in {folder.name}")
     if told.validate_lane is not None and told.validate is None:

@@ -95,8 +95,8 @@ def run_release(
     return [unpatched, patched]
 
 
-def use(plan: Plan, release: Release, folder: Path) -> int:
-    """A pack's script as a tool on one release, from the user's ``folder``, on this terminal; its exit code."""
+def use(plan: Plan, release: Release, script: Path, folder: Path) -> int:
+    """A pack's ``script`` as a tool on one release, from the user's ``folder``, on this terminal; its exit code."""
     cell = plan.cell(release, "unpatched")
     with writing(plan.cache), ExitStack() as held:
         place = held.enter_context(_folder(plan.cache, cell))
@@ -105,7 +105,7 @@ def use(plan: Plan, release: Release, folder: Path) -> int:
         except InstallError as error:
             raise UserError(f"{cell.dist} {cell.version} cannot be installed: {error}") from error
         return subprocess.run(
-            execute.command(plan, there), env=execute.environ(plan, cell, there, place), cwd=folder
+            execute.command(plan, there, script), env=execute.environ(plan, cell, there, place), cwd=folder
         ).returncode
 
 
