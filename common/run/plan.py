@@ -17,7 +17,7 @@ from common.store.cell import Cell
 from common.store.grade import Verdict
 
 #: Of a pack without a fix.py.
-NO_FIX = "the fault is in compiled code, which no transform of installed source reaches"
+NO_FIX = "the pack has no fix of its own"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

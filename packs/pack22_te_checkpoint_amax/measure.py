@@ -1,4 +1,4 @@
-"""What the forgetting costs, and with --graphs what runs in a step under CUDA graphs (needs a GPU)."""
+"""What the forgetting costs; with --others what else goes wrong in te.checkpoint with delayed scaling; with --graphs what runs under CUDA graphs."""
 
 import repro
 import torch
@@ -24,6 +24,38 @@ def saturated(checkpointed):
         want = upstream.t() @ x.double()
         worst = max(worst, ((got.double() - want).norm() / want.norm()).item() if late else 0.0)
     return {"saturated": beyond, "gradient": worst}
+
+
+def step_of(case, parts, recipe, i, checkpointed):
+    """One step of a use that te.checkpoint does not expect; the gradient of the first weight."""
+
+    def run(x):
+        with repro.te.fp8_autocast(enabled=True, fp8_recipe=recipe):
+            return repro.forward(parts, x, checkpointed)
+
+    def x():
+        return next(iter(repro.data("fwd" if i % 6 == 0 else None))).requires_grad_()
+
+    ones = torch.ones(ROWS, SIZE, device="cuda", dtype=torch.bfloat16)
+    if case == "a step whose loss is dropped" and i == 3:
+        run(x())
+    outputs = [run(x()) for _ in range(1 + (case == "two microbatches, one backward"))]
+    if case == "an evaluation before the backward":
+        with torch.no_grad(), repro.te.fp8_autocast(enabled=True, fp8_recipe=recipe):
+            repro.forward(parts, x())
+    torch.autograd.backward(outputs, [ones] * len(outputs))
+    gradient = parts[0].weight.grad.double()
+    parts.zero_grad()
+    return gradient
+
+
+def others(case, steps=14):
+    """The worst error of the first weight's gradient against the same without checkpoints."""
+    found = []
+    for checkpointed in ((), tuple(range(BLOCKS))):
+        parts, recipe = repro.blocks(), repro.recipes.DelayedScaling(amax_history_len=4)
+        found.append([step_of(case, parts, recipe, i, checkpointed) for i in range(steps)])
+    return {"gradient": max(((got - want).norm() / want.norm()).item() for want, got in zip(*found, strict=True))}
 
 
 def kernels(how, size=1024, rows=512, microbatches=4):
@@ -78,8 +110,16 @@ def kernels(how, size=1024, rows=512, microbatches=4):
     }
 
 
-def main(graphs):
-    if graphs:
+def main(options):
+    if options.others:
+        cases = (
+            "one step after the other",
+            "two microbatches, one backward",
+            "a step whose loss is dropped",
+            "an evaluation before the backward",
+        )
+        rows = {case: others(case) for case in cases}
+    elif options.graphs:
         if not repro.kernel:
             print("--graphs needs a GPU.")
             finish("UNTESTABLE", "no-device")
@@ -94,6 +134,7 @@ def main(graphs):
 
 if __name__ == "__main__":
     repro.parser.add_argument("--graphs", action="store_true", help="what runs in a step under CUDA graphs")
+    repro.parser.add_argument("--others", action="store_true", help="other uses that go wrong")
     options = repro.parser.parse_args()
     repro.te, repro.recipes, repro.manager, repro.kernel = repro.release()
-    main(options.graphs)
+    main(options)

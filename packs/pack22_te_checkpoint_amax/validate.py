@@ -1,14 +1,18 @@
 """The deep check of pack22's fix: after every step all scales, histories, outputs and gradients are bitwise those without checkpointing.
 
 Runs after repro.py on the patched side: other blocks, nesting, several layers in a block, microbatches, an evaluation or an error between steps,
-other algorithms, and outliers in inputs and gradients.
+other algorithms, outliers in inputs and gradients; scales by their definition; and that the kernel, reductions and other recipes are as before.
 """
+
+import contextlib
+import os
+import sys
 
 import repro
 import torch
 from repro import check, data, finish
 
-STEPS, LENGTH, EVERY = 14, 4, 6  # an outlier is forgotten before the next one
+STEPS, LENGTH, EVERY, NAN = 14, 4, 6, 7  # an outlier is forgotten before the next one
 
 
 def network(parts, layers):
@@ -18,21 +22,37 @@ def network(parts, layers):
 
 
 def states(parts):
-    """All scales and amax histories of the forward and backward, but what the last update has left of them unset."""
+    """All scales and amax histories of the forward and backward."""
     metas = [layer.fp8_meta[f"scaling_{way}"] for part in parts for layer in part for way in ("fwd", "bwd")]
     return [tensor.clone() for meta in metas for tensor in (meta.scale, meta.amax_history)]
 
 
-def trained(make, fp8, checkpointed=(), how="reentrant", microbatches=1, between=None):
+def inputs(i, nan=False):
+    """Input and gradient of step ``i``: an outlier in the one and then in the other; in between, with ``nan``, not a number."""
+    x, gradient = data({0: "fwd", 3: "bwd"}.get(i % EVERY))
+    if nan and i == NAN:
+        x[0, 0] = float("nan")
+    return x, gradient
+
+
+def forward(parts, x, checkpointed, how):
+    """As repro.forward; "within" is one checkpoint of all, with one in it of the second block."""
+    if how != "within" or not checkpointed:
+        return repro.forward(parts, x, checkpointed, how)
+    first, second, *rest = parts
+    return repro.te.checkpoint(lambda x: repro.forward(rest, repro.te.checkpoint(second, first(x))), x)
+
+
+def trained(make, fp8, checkpointed=(), how="reentrant", microbatches=1, between=None, nan=False):
     """Per step: outputs, gradients, scales and histories."""
     parts, found = make(), []
     torch.manual_seed(1)
     for i in range(STEPS):
-        pairs = [list(data({0: "fwd", 3: "bwd"}.get(i % EVERY))) for _ in range(microbatches)]
+        pairs = [inputs(i, nan) for _ in range(microbatches)]
         outputs = []
         for x, _ in pairs:
             with repro.te.fp8_autocast(enabled=True, fp8_recipe=fp8):
-                outputs.append(repro.forward(parts, x.requires_grad_(), checkpointed, how))
+                outputs.append(forward(parts, x.requires_grad_(), checkpointed, how))
         for y, (_, gradient) in zip(outputs, pairs, strict=True):
             y.backward(gradient)
         tensors = [*outputs, *(x.grad for x, _ in pairs), *(p.grad for p in parts.parameters()), *states(parts)]
@@ -47,20 +67,26 @@ def recipe(algorithm, length=LENGTH):
     return repro.recipes.DelayedScaling(amax_history_len=length, amax_compute_algo=algorithm)
 
 
-def evaluation(parts, fp8, *_):
-    """Without checkpoints: up to 2.19 they store scales even where no gradients are wanted (#3394)."""
+def evaluation(parts, fp8, checkpointed, how):
+    """Up to 2.19 without checkpoints: they store scales even where no gradients are wanted (#3394)."""
+    late = tuple(map(int, repro.FACTS["version"].split(".")[:2])) >= (2, 20)
     with torch.no_grad(), repro.te.fp8_autocast(enabled=True, fp8_recipe=fp8):
-        repro.forward(parts, next(iter(data())))
+        forward(parts, next(iter(data())), checkpointed if late else (), how)
 
 
-def failure(parts, fp8, *_):
-    """A step whose backward is never made, for something raised before it."""
-    try:
-        with repro.te.fp8_autocast(enabled=True, fp8_recipe=fp8):
-            repro.forward(parts, next(iter(data())).requires_grad_())
-            raise ValueError
-    except ValueError:
-        pass
+def failure(parts, fp8, checkpointed, how):
+    """What is checkpointed raises, before any layer has run."""
+
+    def wrong(x):
+        raise ValueError
+
+    with contextlib.suppress(ValueError), repro.te.fp8_autocast(enabled=True, fp8_recipe=fp8):
+        repro.te.checkpoint(wrong, next(iter(data())).requires_grad_(), use_reentrant=how != "not reentrant")
+
+
+def equal(a, b):
+    """Bitwise the same, and what is no number in the same places."""
+    return torch.equal(a.nan_to_num(0.5), b.nan_to_num(0.5)) and torch.equal(a.isnan(), b.isnan())
 
 
 def same(name, make, fp8, **options):
@@ -69,7 +95,7 @@ def same(name, make, fp8, **options):
     got = trained(make, fp8, **options)
     stored = getattr(repro.manager, "quantization_state", repro.manager).fp8_tensors_recompute_buffer
     check("trigger", f"{name}: nothing is kept for a recomputation that is over", not any(map(len, stored)))
-    wrong = next((i for i, (a, b) in enumerate(zip(got, plain, strict=True)) if not all(map(torch.equal, a, b))), None)
+    wrong = next((i for i, (a, b) in enumerate(zip(got, plain, strict=True)) if not all(map(equal, a, b))), None)
     check(
         "trigger",
         f"{name}: bitwise as without checkpointing" + ("" if wrong is None else f" until step {wrong}"),
@@ -79,13 +105,54 @@ def same(name, make, fp8, **options):
 
 
 def defined(plain):
-    """The scale of the first block's input, and of the gradient of the last one's output, by the definition: the largest of the last steps."""
+    """The scale of the first block's input, and of the gradient of the last one's output: of the largest of the last steps that are numbers."""
     torch.manual_seed(1)
-    amaxes = [[t.float().abs().max() for t in data({0: "fwd", 3: "bwd"}.get(i % EVERY))] for i in range(STEPS)]
+    amaxes = [[t.float().abs().max() for t in inputs(i, nan=True)] for i in range(STEPS)]
     for name, k, at, largest in (("input", 0, -16, 448), ("gradient", 1, -2, 57344)):
-        want = [largest / max(amax[k] for amax in amaxes[max(0, i - LENGTH + 1) : i + 1]) for i in range(STEPS)]
-        right = all(torch.isclose(tensors[at][0], scale, rtol=1e-6) for tensors, scale in zip(plain, want, strict=True))
-        check("control", f"the scale of the {name} is that of the largest of {LENGTH} steps", right)
+        for i, tensors in enumerate(plain):
+            newest = torch.stack([amax[k] for amax in amaxes[max(0, i - LENGTH + 1) : i + 1]]).max()
+            if newest.isfinite() and not torch.isclose(tensors[at][0], largest / newest, rtol=1e-6):
+                check("trigger", f"the scale of the {name} after step {i} is that of the largest of {LENGTH}", False)
+                break
+        else:
+            check("trigger", f"the scale of the {name} is that of the largest of {LENGTH} steps", True)
+
+
+@contextlib.contextmanager
+def replaced(owner, name, value):
+    before = owner.__dict__[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def by_default():
+    """How often the kernel is called in a step without checkpoints, and amaxes are reduced where there are two ranks; what is called does nothing."""
+    tex, calls = sys.modules["transformer_engine_torch"], []
+    if not hasattr(tex, "fused_amax_and_scale_update_after_reduction") or repro.kernel:
+        return
+    unfused = os.environ.pop("NVTE_UNFUSED_FP8_UPDATE", None)
+    with (
+        replaced(tex, "fused_amax_and_scale_update_after_reduction", lambda *_: calls.append("kernel")),
+        replaced(repro.manager, "reduce_tensor_across_group_op_max", lambda *_: calls.append("reduction")),
+        replaced(torch.distributed, "is_initialized", lambda: True),
+        replaced(torch.distributed, "get_world_size", lambda *_, **__: 2),
+    ):
+        repro.step(repro.blocks(), repro.recipes.DelayedScaling(), *data())
+    if unfused is not None:
+        os.environ["NVTE_UNFUSED_FP8_UPDATE"] = unfused
+    check("trigger", f"by default: {calls}", calls == ["reduction", "kernel"] * 2)
+    meta = {"recipe": repro.recipes.MXFP8BlockScaling()}
+    for name in (
+        "copy_forward_fp8_meta_tensors_for_recompute",
+        "get_old_fp8_meta_tensors_for_recompute",
+        "restore_fp8_meta_tensors",
+    ):
+        check(
+            "trigger", f"{name} does nothing for another recipe", getattr(repro.manager, name)(meta) is None and len(meta) == 1
+        )
 
 
 def main():
@@ -93,12 +160,11 @@ def main():
     one, function = lambda: network(4, 1), recipe(repro.largest)
     two = lambda: network(3, 2)  # noqa: E731
     every = (0, 1, 2, 3)
-    plain = same("no checkpoint", one, function)
-    check(
-        "control",
-        "scales of the forward and backward change",
-        all(len({run[i].sum().item() for run in plain}) > 2 for i in (-2, -4)),
-    )
+    plain, again = (trained(one, function, nan=True) for _ in range(2))
+    alike = all(all(map(equal, a, b)) for a, b in zip(plain, again, strict=True))
+    check("control", "without checkpoints, twice: bitwise the same", alike)
+    defined(plain)
+    by_default()
     for which in ((0,), (1,), (3,), (0, 2), every):
         same(f"blocks {which}, reentrant", one, function, checkpointed=which)
     for how in ("not reentrant", "nested"):
@@ -107,8 +173,9 @@ def main():
     for how in ("reentrant", "not reentrant", "nested"):
         same(f"two layers a block, {how}", two, function, checkpointed=(0, 1, 2), how=how)
         same(f"two microbatches, {how}", one, function, checkpointed=every, how=how, microbatches=2)
+        same(f"an error in a checkpoint between steps, {how}", one, function, checkpointed=(1, 2), how=how, between=failure)
         same(f"an evaluation between steps, {how}", one, function, checkpointed=(1, 2), how=how, between=evaluation)
-    same("an error between steps", one, function, checkpointed=(1, 2), between=failure)
+    same("a checkpoint within one, with layers before and after", one, function, checkpointed=every, how="within")
     for name, fp8 in (
         ("the newest amax", recipe(newest)),
         ("a scale of a function", recipes.DelayedScaling(amax_history_len=LENGTH, scaling_factor_compute_algo=doubled)),

@@ -1,6 +1,6 @@
-"""The deep check of pack23's fix: several blocks, FP8 inside some of them, evaluations, microbatches; all bitwise as without te.checkpoint.
+"""The deep check of a fix of pack23: several blocks, FP8 inside some of them, a part without gradients, evaluations, microbatches; all bitwise as without te.checkpoint.
 
-Runs after repro.py on the patched side. Where FP8 is switched on around several blocks, pack22's bug is in the way: that is not looked at here.
+Runs after repro.py where a patch is judged: the pack has no fix of its own. Where FP8 is switched on around several blocks, pack22's bug is in the way: that is not looked at here.
 """
 
 import repro
@@ -8,6 +8,7 @@ import torch
 from repro import ROWS, SIZE, check, finish
 
 STEPS, LENGTH, BLOCKS = 8, 4, 3
+ran = []  # whether gradients were on, for each run of a block
 
 
 def network():
@@ -24,11 +25,17 @@ def forward(parts, x, recipe, in_fp8, checkpointed, how):
     """FP8 is switched on for each block of ``in_fp8`` by itself; blocks that are ``checkpointed`` are given to te.checkpoint with that inside."""
 
     def block(i, x):
+        ran.append(torch.is_grad_enabled())
+        if i == how.get("teacher"):  # a part of the function that wants no gradients
+            with torch.no_grad(), repro.te.fp8_autocast(enabled=True, fp8_recipe=recipe):
+                taught = parts[i](x)
+            return x + taught
         with repro.te.fp8_autocast(enabled=i in in_fp8, fp8_recipe=recipe):
             return parts[i](x)
 
+    reentrant = {"use_reentrant": how.get("use_reentrant", True)}
     for i in range(BLOCKS):
-        x = repro.te.checkpoint(lambda x, i=i: block(i, x), x, **how) if i in checkpointed else block(i, x)
+        x = repro.te.checkpoint(lambda x, i=i: block(i, x), x, **reentrant) if i in checkpointed else block(i, x)
     return x
 
 
@@ -55,7 +62,12 @@ def trained(in_fp8, checkpointed, how, microbatches=1, training=True, evaluate=F
         found.append(
             [
                 t.detach().clone()
-                for t in (*outputs, *(x.grad for x in inputs), *(p.grad for p in parts.parameters()), *scales(parts))
+                for t in (
+                    *outputs,
+                    *(x.grad for x in inputs),
+                    *(p.grad for p in parts.parameters() if p.grad is not None),
+                    *scales(parts),
+                )
             ]
         )
         parts.zero_grad()
@@ -70,6 +82,11 @@ def trained(in_fp8, checkpointed, how, microbatches=1, training=True, evaluate=F
 
 def main():
     every = tuple(range(BLOCKS))
+    for how, runs in (({}, [False] * BLOCKS + [True] * BLOCKS), ({"use_reentrant": False}, [True] * 2 * BLOCKS)):
+        parts, recipe = network(), repro.recipes.DelayedScaling()
+        ran.clear()
+        forward(parts, tensor(1).requires_grad_(), recipe, every, every, how).backward(tensor(1))
+        check("trigger", f"{'not ' * bool(how)}reentrant: blocks run {len(ran)} times in a step, of {len(runs)}", ran == runs)
     for name, options in (
         ("FP8 inside all blocks", {}),
         ("FP8 inside the second block", {"in_fp8": (1,)}),
@@ -77,9 +94,11 @@ def main():
         ("two microbatches", {"microbatches": 2}),
         ("eval mode", {"training": False}),
         ("evaluations between steps", {"evaluate": True}),
+        ("a part without gradients", {"teacher": 1}),
     ):
         for how in ({}, {"use_reentrant": False}):
             given = {"in_fp8": every, "checkpointed": every, **options}
+            how = how | {"teacher": given.pop("teacher")} if "teacher" in given else how
             case = f"{name}{', use_reentrant=False' if how else ''}"
             (want, still), (got, untouched) = trained(how=how, **{**given, "checkpointed": ()}), trained(how=how, **given)
             wrong = next((i for i, (a, b) in enumerate(zip(got, want, strict=True)) if not all(map(torch.equal, a, b))), None)
@@ -92,7 +111,7 @@ def main():
             if "evaluate" in options:
                 check("control", f"{case}: without te.checkpoint they change no scale", still)
                 check("trigger", f"{case}: they change no scale", untouched)
-            if not how:
+            if "use_reentrant" not in how:
                 check("control", f"{case}: scales change", len({step[-4].sum().item() for step in want}) > 2)
     finish()
 
