@@ -99,7 +99,7 @@ def main():
         for how in ({}, {"use_reentrant": False}):
             given = {"in_fp8": every, "checkpointed": every, **options}
             how = how | {"teacher": given.pop("teacher")} if "teacher" in given else how
-            case = f"{name}{', use_reentrant=False' if how else ''}"
+            case = f"{name}{', use_reentrant=False' if 'use_reentrant' in how else ''}"
             (want, still), (got, untouched) = trained(how=how, **{**given, "checkpointed": ()}), trained(how=how, **given)
             wrong = next((i for i, (a, b) in enumerate(zip(got, want, strict=True)) if not all(map(torch.equal, a, b))), None)
             check(
