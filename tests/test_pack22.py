@@ -7,7 +7,7 @@ from common.packs.pack import find
 from common.store import history
 
 PACK = find("pack22")
-CPU = "linux-x86_64-cpu"
+CPU, GPU = "linux-x86_64-cpu", "linux-x86_64-nvidia-h200"
 ROWS = {
     "none": "no checkpoint",
     "the first": "reentrant over 0 of 4 blocks",
@@ -36,19 +36,59 @@ def test_the_receipts_are_what_the_readme_says():
         assert long == (512 if seen.side == "unpatched" and seen.version not in SpecifierSet("<2.4.0") else 1024)
 
 
-def test_what_it_costs_is_what_was_measured():
-    lines = (PACK.folder / "README.md").read_text().splitlines()
+def metrics(variant, version="2.20.2"):
+    """Of a variant, on both machines and both sides."""
     runs = {
-        (s.version, s.side): s
+        (s.machine, s.side): s
         for s in history.load(files.RESULTS, [PACK]).runs
-        if s.cell.variant == "costs" and s.machine == CPU
+        if (s.cell.variant, s.version) == (variant, version)
     }
-    before, after = (runs["2.20.2", side].document().facts.metrics for side in ("unpatched", "patched"))
-    for start, found in (
-        ("| no checkpointing |", before["0 of 4 blocks checkpointed"]),
-        ("| the first of four blocks recomputed |", before["1 of 4 blocks checkpointed"]),
-        ("| that with the fix |", after["1 of 4 blocks checkpointed"]),
+    assert not any(s.stale for s in runs.values())
+    return {key: seen.document().facts.metrics for key, seen in runs.items()}
+
+
+def cells(start, count):
+    lines = (PACK.folder / "README.md").read_text().splitlines()
+    return [c.strip() for c in next(line for line in lines if line.startswith(f"| {start} |")).split("|")[2 : 2 + count]]
+
+
+def test_by_default_the_h200_forgets_in_nested_checkpoints_alone():
+    for (machine, side), found in metrics("").items():
+        if machine == GPU:
+            steps = {name: steps for name, steps in found["remembered"].items() if ", max of 16" in name}
+            assert len(steps) == 10
+            assert {name for name, n in steps.items() if n != 16} == (
+                {"fwd, max of 16, nested over 0 of 4 blocks"} if side == "unpatched" else set()
+            )
+            assert 8 in steps.values() or side == "patched"
+
+
+def test_what_it_costs_is_what_was_measured():
+    found = metrics("costs")
+    for start, side, row in (
+        ("no checkpointing", "unpatched", "0 of 4 blocks checkpointed"),
+        ("the first of four blocks recomputed", "unpatched", "1 of 4 blocks checkpointed"),
+        ("that with the fix", "patched", "1 of 4 blocks checkpointed"),
     ):
-        cells = [c.strip() for c in next(line for line in lines if line.startswith(start)).split("|")[2:4]]
-        assert cells[0].split(",")[0] == str(found["saturated"])
-        assert cells[1] == f"{found['gradient']:.3g}"
+        cpu, gpu = (found[machine, side][row] for machine in (CPU, GPU))
+        assert cells(start, 4) == [
+            str(cpu["saturated"]),
+            str(gpu["saturated"]),
+            f"{cpu['gradient']:.3g}",
+            f"{gpu['gradient']:.3g}",
+        ]
+
+
+def test_the_other_uses_and_the_graphs_are_what_was_measured():
+    others, graphs = metrics("others"), metrics("graphs")
+    for start, row in (
+        ("one step after the other", "one step after the other"),
+        ("two microbatches, one backward of both", "two microbatches, one backward"),
+        ("a step whose loss is dropped", "a step whose loss is dropped"),
+        ("an evaluation between forward and backward", "an evaluation before the backward"),
+    ):
+        assert cells(start, 4) == [
+            f"{others[m, side][row]['gradient']:.3g}" for m in (CPU, GPU) for side in ("unpatched", "patched")
+        ]
+    for row, counts in graphs[GPU, "unpatched"].items():
+        assert cells(row, 6) == [str(n) for n in counts.values()] == [str(n) for n in graphs[GPU, "patched"][row].values()]
