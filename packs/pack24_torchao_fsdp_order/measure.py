@@ -1,54 +1,74 @@
-"""Other orders of converting, sharding, loading and compiling: bytes gathered, all-reduces and the error of the output; loud or silent."""
+"""Other orders of converting, sharding, loading, updating and compiling: bytes gathered, all-reduces and the error of the output; loud or silent."""
 
 import repro
 import torch
-from repro import FACTS, finish, layers, sharded
+import torch.distributed as dist
+from repro import FACTS, ROWS, SIZE, Gather, checkpoint, converted, finish, layers, sharded
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 
-def counted(model, right, before=lambda model: None):
-    """As repro.step, with the all-reduces of ``before`` and the step."""
+def measured(model, right, before=lambda model: None):
+    """Bytes gathered in a forward and a backward, all-reduces of these and of ``before``, and the output's relative error against ``right`` in fp32."""
+    torch.manual_seed(2 + dist.get_rank())
+    x, Gather.bytes = torch.randn(ROWS, SIZE, device=repro.device), 0
     with CommDebugMode() as comms:
         before(model)
-        found = repro.step(model, right)
+        y = model(x)
+        y.square().mean().backward()
     counts = {str(op).split(".")[-1]: n for op, n in comms.get_comm_counts().items()}
-    return {"all_reduce": sum(n for op, n in counts.items() if "all_reduce" in op or "allreduce" in op), **found}
+    want = right(x)
+    reduced = sum(n for op, n in counts.items() if "all_reduce" in op or "allreduce" in op)
+    return {"bytes": Gather.bytes, "all_reduce": reduced, "error": ((y - want).norm() / want.norm()).item()}
 
 
-def stepped(model, precompute):
-    """An optimizer's step that makes the weights larger, after scales were precomputed; the layers in fp32 that should give the same."""
-    right = layers()
+def grown(factor):
+    """Layers in fp32 whose weights are ``factor`` times those of ``layers()``."""
+    model = layers()
+    for part in model:
+        part.weight.data.mul_(factor)
+    return model
+
+
+def stepped(precompute, after=lambda model: None):
+    """A converted model whose scales were precomputed, after an optimizer's step that makes each weight eight times as large."""
+    model = sharded(layers())
     precompute(model)
-    for parts in (model, right):
-        optimizer = torch.optim.SGD(parts.parameters(), lr=1.0)
-        for p in parts.parameters():
-            p.grad = -7 * p.detach()
-        optimizer.step()
-        optimizer.zero_grad()
-    return right
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for p in model.parameters():
+        p.grad = -7 * p.detach()
+    optimizer.step()
+    optimizer.zero_grad()
+    after(model)
+    return model
 
 
 def cases():
     precompute = repro.ao.precompute_float8_dynamic_scale_for_fsdp
-    yield "convert, fully_shard", counted(sharded(layers()), layers())
-    yield "convert, fully_shard, precompute", counted(sharded(layers()), layers(), precompute)
-    yield "convert without FP8 all-gather, fully_shard", counted(sharded(layers(), fp8=False), layers())
+    yield "convert, fully_shard", measured(sharded(layers()), layers())
+    yield "convert, fully_shard, precompute", measured(sharded(layers()), layers(), precompute)
+    yield "convert without FP8 all-gather, fully_shard", measured(sharded(layers(), fp8=False), layers())
     late = layers()
     for part in (*late, late):
         fully_shard(part)
     try:
-        repro.ao.convert_to_float8_training(late, config=repro.ao.Float8LinearConfig(enable_fsdp_float8_all_gather=True))
-        yield "fully_shard, convert", repro.step(late, layers())
+        yield "fully_shard, convert", measured(converted(late), layers())
     except Exception as error:  # what it raises is the finding
         yield "fully_shard, convert", {"raises": f"{type(error).__name__}: {str(error).splitlines()[0]}"[:120]}
+    yield "precompute, optimizer.step()", measured(stepped(precompute), grown(8))
+    yield "precompute, optimizer.step(), precompute", measured(stepped(precompute, precompute), grown(8))
+    for factor in (1.1, 2, 8):
+        model = sharded(layers())
+        precompute(model)
+        model.load_state_dict(checkpoint(grown(factor)))
+        yield f"precompute, load weights {factor} times as large", measured(model, grown(factor))
     model = sharded(layers())
-    right = stepped(model, precompute)
-    yield "precompute, optimizer.step()", repro.step(model, right)
-    model = sharded(layers())
-    right = stepped(model, precompute)
-    precompute(model)
-    yield "precompute, optimizer.step(), precompute", repro.step(model, right)
+    try:
+        measured(model, layers())
+        model.load_state_dict(checkpoint(layers()), assign=True)
+        yield "load with assign=True after a step", measured(model, layers())
+    except Exception as error:  # what it raises is the finding
+        yield "load with assign=True after a step", {"raises": f"{type(error).__name__}: {str(error).splitlines()[0]}"[:120]}
     compiled = layers()
     compiled[0].compile(backend="eager")
     repro.ao.convert_to_float8_training(compiled, config=repro.ao.Float8LinearConfig())
@@ -56,7 +76,7 @@ def cases():
 
 
 def main():
-    FACTS["metrics"] = repro.in_ranks(cases)
+    FACTS["metrics"] = {name: rows[0] for name, rows in repro.in_ranks(cases).items()}
     for name, row in FACTS["metrics"].items():
         print(
             f"{name}: " + ", ".join(f"{key} {value:.2g}" if key == "error" else f"{key} {value}" for key, value in row.items())

@@ -76,7 +76,13 @@ def _kernels(where):
 
 FIX = {
     "transformer_engine/pytorch/triton/cross_entropy.py": (
-        replace("layout", r"if _input\.stride\(-1\) != 1:", "if not _input.is_contiguous():", optional=True),
+        replace(
+            "layout",
+            r"if _input\.stride\(-1\) != 1(?: or _input\.stride\(-2\) != _input\.shape\[-1\])?:",
+            "if not _input.is_contiguous():",
+            optional=True,
+        ),
+        replace("labels", r"if target\.stride\(-1\) != 1:", "if not target.is_contiguous():", optional=True),
         replace(
             "gradient",
             r"^            grad_output,\n(?:            1 if grad_output\.numel\(\) > 1 else 0,\n)?            V,\n",

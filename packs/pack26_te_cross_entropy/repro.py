@@ -2,11 +2,12 @@
 # requires-python = ">=3.10"
 # dependencies = ["numpy>=1.26", "packaging", "torch==2.13.0", "transformer-engine==2.7.0", "triton==3.7.1"]
 # ///
-"""transformer-engine: parallel_cross_entropy gives wrong gradients for weighted tokens, ignored labels, bf16, and logits of other layouts.
+"""transformer-engine: parallel_cross_entropy is wrong for weighted tokens, ignored labels, bf16, and for logits or labels that are slices or transposed.
 
 Six bugs of one function. Gradients of unreduced losses were divided by the tokens (right in 2.5), and multiplied by grad_output[0] (#2139, right in
-2.8), which was then read as if it were contiguous where its stride is 0 (#2402, 2.11); a mean was divided by ignored tokens too (#2476, 2.12); transposed
-logits were read and written out of bounds (#2746, 2.14); and a probability was rounded to bf16 before the label's 1 was taken from it (#3193, 2.18).
+2.8), which was then read as if it were contiguous where its stride is 0 (#2402, 2.11); a mean was divided by ignored tokens too (#2476, 2.12); a probability
+was rounded to bf16 before the label's 1 was taken from it (#3193, 2.18); and rows were looked for where contiguous logits and labels have them: transposed
+logits were read and written out of bounds (#2746, 2.14), slices as labels[:, 1:] are read in wrong places (right in 2.19).
 The release's own autograd function and Triton kernels run, on a GPU, or without one on Triton's interpreter; the packages around them, which need a
 compiled extension, are not imported. Exits with 10 (BUG_REPRODUCED: any of them), 0 (BUG_ABSENT) or 125 (neither).
 """
@@ -22,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 B, S, V, IGNORED, LIMIT = 3, 8, 50257, 4, 1e-5
+LAYOUTS = "logits transposed", "logits[:, :-1]", "labels[:, 1:]"
 device = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -57,21 +59,26 @@ def inputs(ignored=0, confident=False, sizes=(B, S, V), dtype=torch.float32):
     return logits.to(device, dtype), labels.to(device)
 
 
-def outcome(function, logits, labels, given, mean=False, transposed=False, smoothing=0.0, ignore=-100):
+def outcome(function, logits, labels, given, mean=False, layout="", smoothing=0.0, ignore=-100):
     """Loss, gradient, torch's own of both in fp64, and how many numbers are written out of bounds. ``given``: gradient of the loss."""
     exact = logits.double().requires_grad_()
     how = {"reduction": "mean" if mean else "none", "label_smoothing": smoothing, "ignore_index": ignore}
     right = F.cross_entropy(exact.flatten(0, 1), labels.flatten(), **how)
     right.backward(given.double().reshape(right.shape))
+    # Room around the logits for what is written out of bounds; it has to stay 0.
     b, s, v = logits.shape
-    # Room behind the logits for what is written out of bounds; it has to stay as it is.
-    room = torch.zeros((b + 1 if transposed else 1) * logits.numel(), device=device, dtype=logits.dtype)
-    mine = room[: logits.numel()]
-    mine = mine.view(s, b, v).transpose(0, 1) if transposed else mine.view(b, s, v)
+    room = torch.zeros((b + 1) * logits.numel(), device=device, dtype=logits.dtype)
+    mine = room[: logits.numel()].view(b, s, v)
+    if "transposed" in layout:
+        mine = room[: logits.numel()].view(s, b, v).transpose(0, 1)
+    elif "logits[:, :-1]" in layout:
+        mine = room[: b * (s + 1) * v].view(b, s + 1, v)[:, :-1]
+    if "labels[:, 1:]" in layout:
+        labels = torch.cat([labels[:, -1:], labels], 1)[:, 1:]
     mine.copy_(logits).requires_grad_()
     loss = function.apply(mine, labels, smoothing, mean, None, *[ignore] * (ignore != -100))
     loss.backward(given.reshape(loss.shape))  # a mean is of shape [1] from 2.12 on
-    outside = room[logits.numel() :].count_nonzero().item()
+    outside = (room.count_nonzero() - mine.count_nonzero()).item()
     return loss.detach().double().reshape(right.shape), mine.grad.double(), right.detach(), exact.grad, outside
 
 
@@ -90,7 +97,7 @@ def main():
         ("each token, gradient of stride 0", expanded[:1].expand(B, S), {}),
         (f"mean, {IGNORED} of {B * S} labels ignored", torch.tensor(2.0, device=device), {"mean": True}),
         (f"each token, {IGNORED} of {B * S} labels ignored", ones, {}),
-        ("each token, logits transposed", ones, {"transposed": True}),
+        *((f"each token, {layout}", ones, {"layout": layout}) for layout in LAYOUTS),
     ):
         if "ignored" in name and "ignore_idx" not in inspect.signature(function.forward).parameters:
             continue  # not up to 2.3.0
@@ -98,7 +105,7 @@ def main():
         role, error = "control" if name.startswith("mean, its") else "trigger", off(grad, want)
         check(role, f"{name}: loss", error=off(loss, right), limit=LIMIT)
         check(role, f"{name}: gradient", error=error, limit=LIMIT)
-        if "transposed" in name:
+        if "layout" in options:
             check(role, f"{name}: {outside} numbers written out of bounds", not outside)
         elif role == "trigger" and not error <= LIMIT:
             # By what its gradients are wrong: NaN from behind the one number, or each token's by a factor of its own.
@@ -109,7 +116,7 @@ def main():
     half = torch.bfloat16 if device == "cuda" else torch.float16  # the interpreter has no scalars in bf16
     _, grad, _, want, _ = outcome(function, *inputs(confident=True, dtype=half), ones)
     times = off(grad, want) / off(want.to(half).double(), want)
-    check("trigger", f"{half}, labels of probability near 1: gradient off by {times:.1f} roundings, at most 2", times <= 2)
+    check("trigger", f"{half}, labels of probability near 1: gradient, in roundings", error=times, limit=2)
     finish()
 
 

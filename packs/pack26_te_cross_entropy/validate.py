@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from repro import FACTS, IGNORED, LIMIT, check, device, finish, inputs, off, outcome, release
+from repro import FACTS, IGNORED, LAYOUTS, LIMIT, check, device, finish, inputs, off, outcome, release
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--ranks", metavar="FILE", help=argparse.SUPPRESS)
@@ -93,8 +93,11 @@ def main():
         ("each token, weights with strides", apart, {}, {}),
         ("label smoothing 0.1", weights, {"smoothing": 0.1}, {}),
         ("label smoothing 0.1, mean", two, {"smoothing": 0.1, "mean": True}, {}),
-        ("logits transposed, weighted", weights, {"transposed": True}, {}),
-        ("logits transposed, mean", two, {"transposed": True, "mean": True}, {}),
+        *((f"{layout}, weighted", weights, {"layout": layout}, {}) for layout in LAYOUTS),
+        *(
+            (f"{layout}, mean", two, {"layout": layout, "mean": True}, {})
+            for layout in (*LAYOUTS, "logits[:, :-1], labels[:, 1:]")
+        ),
         ("V=1000", weights, {}, {"sizes": (B, S, 1000)}),
         ("V=151936", weights, {}, {"sizes": (B, S, 151936)}),
     ):
@@ -102,7 +105,7 @@ def main():
     if ignores:
         for name, given, options in (
             ("each token, ignored and weighted", weights, {}),
-            ("mean, ignored, logits transposed", two, {"mean": True, "transposed": True}),
+            ("mean, ignored, logits transposed", two, {"mean": True, "layout": LAYOUTS[0]}),
             ("mean, ignored, label smoothing", two, {"mean": True, "smoothing": 0.1}),
         ):
             judge(name, outcome(function, *inputs(IGNORED, **sizes), given, **options))

@@ -1,0 +1,183 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["liger-kernel==0.8.5", "numpy>=1.26", "packaging", "torch==2.13.0", "triton==3.7.1"]
+# ///
+"""liger-kernel: a second backward through cross entropy gives gradients that are scaled twice.
+
+Both losses compute their gradients in the forward and keep them; the backward multiplies them by grad_output in place, in a Triton kernel that
+autograd does not see. Where the loss is scaled (weights of several losses, gradient accumulation, loss scaling) and the graph is used again, by
+retain_graph=True or torch.autograd.grad, the second result is off by that factor, in silence. No report was found.
+A correct release gives the right gradient, or a RuntimeError as torch does where a saved tensor was changed.
+Runs on a GPU, or without one on Triton's interpreter. Exits with 10 (BUG_REPRODUCED), 0 (BUG_ABSENT) or 125 (neither).
+"""
+
+import argparse
+import inspect
+import itertools
+import os
+from importlib.metadata import version
+
+import torch
+import torch.nn.functional as F
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+os.environ["TRITON_INTERPRET"] = "0" if device == "cuda" else "1"
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--shape", default=(16, 32, 200), type=lambda text: tuple(map(int, text.split(","))), metavar="BT,H,V")
+parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"])
+
+
+def release():
+    """The two modules under test; what was run, and on what, goes into the report."""
+    from liger_kernel.ops import cross_entropy, fused_linear_cross_entropy
+
+    FACTS.update(file=fused_linear_cross_entropy.__file__, version=version("liger-kernel"))
+    FACTS["evidence"] = "device:sm_{}{}".format(*torch.cuda.get_device_capability()) if device == "cuda" else "interpreter"
+    return cross_entropy, fused_linear_cross_entropy
+
+
+def applied(function, **given):
+    """autograd.Function.apply takes no keywords, and their order differs between releases."""
+    known = {"ignore_index": -100, "lse_square_scale": 0.0, "label_smoothing": 0.0, "reduction": "mean", "return_z_loss": False}
+    given = known | given
+    order = list(inspect.signature(function.forward).parameters.values())[1:]
+    out = function.apply(*(given.get(p.name, None if p.default is p.empty else p.default) for p in order))
+    return out[0] if isinstance(out, tuple) else out
+
+
+def losses():
+    """Name -> the mean loss of x [BT, H], w [V, H] and labels y [BT]."""
+    cross_entropy, fused = release()
+
+    def plain(x, w, y, **given):
+        return applied(cross_entropy.LigerCrossEntropyFunction, _input=x @ w.t(), target=y, **given)
+
+    def linear(x, w, y, **given):
+        return applied(
+            fused.LigerFusedLinearCrossEntropyFunction,
+            _input=x,
+            **dict.fromkeys(("weight", "linear"), w),
+            target=y,
+            **given,
+        )
+
+    return {"LigerCrossEntropyFunction": plain, "LigerFusedLinearCrossEntropyFunction": linear}
+
+
+def eager(x, w, y, **given):
+    return F.cross_entropy(x @ w.t(), y, **given)
+
+
+def backwards(loss, tensors, y, scales, apart=False, **given):
+    """dx and dw that one graph gives for the loss times each of ``scales``; ``apart`` asks for each by torch.autograd.grad. Or the error."""
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    out = loss(*leaves, y, **given)
+    try:
+        if apart:
+            return [torch.autograd.grad(scales[0] * out, leaf, retain_graph=True)[0] for leaf in leaves]
+        for scale in scales:
+            (scale * out).backward(retain_graph=True)
+    except RuntimeError as raised:
+        return str(raised)
+    return [leaf.grad for leaf in leaves]
+
+
+def error(got, want):
+    """The largest relative L2 error ||got - want|| / ||want||."""
+    return max(((g.double() - r).norm() / r.norm()).item() for g, r in zip(got, want, strict=True))
+
+
+def main(options):
+    (BT, H, V), (dtype, limit) = options.shape, {"fp32": (torch.float32, 1e-5), "bf16": (torch.bfloat16, 1e-2)}[options.dtype]
+    torch.manual_seed(0)
+    tensors, y = (
+        [t.to(device, dtype) for t in (torch.randn(BT, H), torch.randn(V, H) / H**0.5)],
+        torch.randint(0, V, (BT,)).to(device),
+    )
+    # The first three are right in every release: a scale of 1 is not multiplied by, and nothing follows the 0.5.
+    cases = {
+        "0.5": (0.5,),
+        "1, then of 1": (1, 1),
+        "1, then of 0.5": (1, 0.5),
+        "0.5, then of 0.5": (0.5, 0.5),
+        "0.5, then of 1": (0.5, 1),
+    }
+    for (name, loss), (case, scales) in itertools.product(losses().items(), {**cases, "": (0.5, 0.5)}.items()):
+        want = backwards(eager, [t.double() for t in tensors], y, scales, not case)
+        got = backwards(loss, tensors, y, scales, not case)
+        said = f"{name}: " + (f"backward of the loss times {case}" if case else "autograd.grad of half of it for x, then for w")
+        once = case and 1 in (len(scales), scales[0])
+        if isinstance(got, str):
+            check("control" if once else "trigger", f"{said}: {got}", not once and "inplace operation" in got)
+            continue
+        check("control" if once else "trigger", said, error=error(got, want), limit=limit)
+        if not once:
+            # The fused dx that was returned is the saved tensor itself, so that it changes, too.
+            twice = (
+                [(scales[0] + scales[0] * scales[1]) / sum(scales)] * 2
+                if case
+                else [scales[0] if "Fused" in name else 1.0, scales[0]]
+            )
+            as_known = error(got, [f * t for f, t in zip(twice, want, strict=True)]) <= limit
+            check("signature", f"{said}: what comes second is scaled by {scales[0]} once more", as_known)
+    finish()
+
+
+# --- report/1: the same in every script, kept so by `python -m common tables`; docs/scripts.md says what the words mean ---
+import json
+import math
+import os
+import sys
+import traceback
+
+CHECKS, FACTS = [], {"report": 1, "evidence": "none", "metrics": {}}
+
+
+def check(role, name, ok=None, *, error=None, limit=None):
+    """Record whether the release behaves as a correct one: ``ok``, or ``error <= limit``. What is no finite number has failed."""
+    row = {"role": role, "name": name}
+    if limit is not None:
+        error = float(error) if error is not None and math.isfinite(error) else None
+        row |= {"error": error, "limit": limit}
+        ok = error is not None and error <= limit
+    CHECKS.append({**row, "ok": bool(ok)})
+    shown = "" if limit is None else "  not finite" if error is None else f"  {error:.2e} (limit {limit:.0e})"
+    words = ("seen", "not seen") if role == "signature" else ("ok", "FAIL")
+    print(f"{role:<9} {words[not ok]:<8} {name}{shown}", flush=True)
+
+
+def finish(verdict=None, reason=""):
+    """Print the verdict that the checks give, or CHANGED, UNTESTABLE or MEASURED; exit with 10, 0 or 125."""
+    failed = {
+        role: [c["name"] for c in CHECKS if c["role"] == role and not c["ok"]] for role in ("control", "trigger", "signature")
+    }
+    if verdict is None:
+        if not {"control", "trigger"} <= {c["role"] for c in CHECKS}:
+            verdict, reason = "CHANGED", "nothing was checked"
+        elif bad := failed["control"] or (failed["trigger"] and failed["signature"]):
+            verdict, reason = "CHANGED", bad[0]
+        else:
+            verdict = "REPRODUCED" if failed["trigger"] else "ABSENT"
+    absent = "FIX_VALIDATED" if os.environ.get("REPRODUCER_SIDE") == "patched" else "BUG_ABSENT"
+    word = {"REPRODUCED": "BUG_REPRODUCED", "ABSENT": absent}.get(verdict, verdict)
+    facts = json.dumps({**FACTS, "checks": CHECKS, "verdict": verdict})
+    print(json.dumps(json.loads(facts, parse_constant=lambda _: None)))  # NaN is no JSON.
+    print(f"{word}: {reason}" if reason else word)
+    sys.exit({"REPRODUCED": 10, "ABSENT": 0, "MEASURED": 0}.get(verdict, 125))
+
+
+def unexpected(kind, error, trace):
+    traceback.print_exception(kind, error, trace)
+    if issubclass(kind, ImportError):
+        finish("UNTESTABLE", "import")
+    if kind.__name__ in ("MemoryError", "OutOfMemoryError"):
+        finish("UNTESTABLE", "oom")
+    if issubclass(kind, Exception):
+        finish("CHANGED", kind.__name__)
+
+
+sys.excepthook = unexpected
+# --- end of report/1 ---
+
+if __name__ == "__main__":
+    main(parser.parse_args())
