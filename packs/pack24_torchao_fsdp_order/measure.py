@@ -4,7 +4,7 @@ import repro
 import torch
 import torch.distributed as dist
 from repro import FACTS, ROWS, SIZE, Gather, checkpoint, converted, finish, layers, sharded
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 
@@ -48,6 +48,11 @@ def cases():
     yield "convert, fully_shard", measured(sharded(layers()), layers())
     yield "convert, fully_shard, precompute", measured(sharded(layers()), layers(), precompute)
     yield "convert without FP8 all-gather, fully_shard", measured(sharded(layers(), fp8=False), layers())
+    half = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+    yield "bf16 parameters: convert, fully_shard", measured(sharded(layers(), **half), layers())
+    model = sharded(layers(device="meta"), **half)
+    model.load_state_dict(checkpoint(layers()), assign=True)
+    yield "bf16 parameters: load with assign=True", measured(model, layers())
     late = layers()
     for part in (*late, late):
         fully_shard(part)
