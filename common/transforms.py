@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import AnchorError
+from common.errors import AnchorError, UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +66,18 @@ def insert_before(name: str, anchor: str, code: str, *, optional: bool = False) 
 
 
 def load_fix(path: Path) -> Fix:
-    """The ``FIX`` of a pack's ``fix.py``."""
+    """The ``FIX`` of a pack's ``fix.py``; `UserError` where its author made a mistake."""
+    name = f"{path.parent.name}/{path.name}"
     spec = importlib.util.spec_from_file_location(f"fix_of_{path.parent.name}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    fix: Fix = module.FIX
+    try:
+        spec.loader.exec_module(module)
+        fix: Fix = module.FIX
+    except SyntaxError as error:
+        raise UserError(f"{name} has a syntax error in line {error.lineno}: {error.msg}.") from error
+    except Exception as error:  # whatever its author's code raises
+        raise UserError(f"{name} cannot be loaded: {type(error).__name__}: {error}.") from error
+    if not isinstance(fix, dict) or not all(isinstance(t, Transform) for of_file in fix.values() for t in of_file):
+        raise UserError(f"{name}: FIX has to be a dictionary, from a file's path in the package to a tuple of transforms.")
     return fix

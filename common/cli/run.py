@@ -213,7 +213,9 @@ def _use(plan: Plan, release: Release, script: Path, out: Console) -> int:
     """The pack's script as a tool, on one release, from the folder that the user is in."""
     out.print(f"{plan.pack.package} {release.version}, lane {plan.lane}", markup=False)
     done = runner.use(plan, release, script, common.called_from())
-    return done if done in (common.OK, common.USAGE) else common.SURPRISE
+    return (
+        done if done in (common.OK, common.USAGE, 10) else common.SURPRISE
+    )  # 10 is what a tool found, as it is a bug of a script
 
 
 def _releases(plan: Plan, wanted: str | None, out: Console) -> tuple[list[Release], list[str]]:

@@ -55,11 +55,13 @@ class Patched:
     unsupported: tuple[str, ...]
 
 
-def apply_patch(patch: Path, package: str, version: str, prefix: str, site: Path, overlay: Path) -> Patched:
+def apply_patch(
+    patch: Path, package: str, version: str, prefix: str, site: Path, overlay: Path, beside: Sequence[str] = ()
+) -> Patched:
     """Like `apply_fix`, with somebody else's diff (``git diff``, ``git format-patch``, ``diff -u``) in place of a fix.
 
     ``prefix`` is the folder of the upstream's repository that holds its package ("src/"); paths below it, and paths as they are
-    installed, are the release's. Raises `UserError` where the diff cannot be judged on this release.
+    installed, are the release's, or those of the packages ``beside`` it. Raises `UserError` where the diff cannot be judged on this release.
     """
     try:
         text = patch.read_text(encoding="utf-8")
@@ -72,7 +74,12 @@ def apply_patch(patch: Path, package: str, version: str, prefix: str, site: Path
         raise UserError(f"{patch} holds no unified diff: make one with 'git diff' or 'diff -u'.")
     if links := [change.new or change.old for change in changes if change.link]:
         raise UserError(f"{patch} makes a symbolic link of {links[0]}, which no release holds: take it out of the diff.")
-    shipped = {PurePosixPath(str(f)).parts[0] for f in distribution(package, site).files or [] if not _is_metadata(str(f))}
+    shipped = {
+        PurePosixPath(str(f)).parts[0]
+        for name in (package, *beside)
+        for f in distribution(name, site).files or []
+        if not _is_metadata(str(f))
+    }
     sorted_out: dict[str, list[str]] = {"applied": [], "skipped": [], "unsupported": []}
     with _fresh(overlay):
         _copy(site, overlay, shipped)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from msgspec import UNSET
+from packaging.requirements import Requirement
 
 from common import __version__, transforms
 from common.errors import AnchorError, InfraError, UserError, writing
@@ -427,7 +428,9 @@ def _overlay(plan: Plan, cell: Cell, there: Environment, place: Path, before: Ro
     with writing(target):
         if plan.patch is not None:
             try:
-                patched = overlay.apply_patch(plan.patch, plan.pack.package, cell.version, plan.pack.prefix, there.site, target)
+                beside = [Requirement(each).name for each in plan.pack.beside]
+                names = plan.pack.package, cell.version, plan.pack.prefix
+                patched = overlay.apply_patch(plan.patch, *names, there.site, target, beside)
             except UserError as error:
                 # Among several releases, one that the diff does not fit is a row; alone, it is a mistake in the call.
                 if not plan.several:

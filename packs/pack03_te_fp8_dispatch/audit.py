@@ -3,12 +3,14 @@
     nox -s pack03 -- --audit mymodule:attention --shapes 128x64
 
 gives it a Float8Tensor for each argument that it requires. Exits with 10 if something was found, 0 if all tensors were used and nothing was found, 1 where
-that cannot be said (it raised, or left a tensor alone), 2 for a target that cannot be called so.
+that cannot be said (it raised or ended the process, left a tensor alone, returned what is run later, or read FP8 bytes without their scale), 2 for a target that
+cannot be called so. Calls of compiled code, as TileLang's kernels are, are not seen: an exit with 0 says nothing of them.
 """
 
 import importlib
 import inspect
 import linecache
+import math
 import os
 import re
 import sys
@@ -35,7 +37,7 @@ AWAY = (
     repro.__file__,
 )
 found = {"dequantized": [], "address taken": []}
-touched, notes, depth = set(), [], []
+touched, notes, depth, raw = set(), [], [], []
 
 
 def caller():
@@ -72,24 +74,30 @@ def watch(owner, name, what):
 
 def watched():
     """Watch before the user's module is imported, which may take names from others."""
-    watch(repro.tensors.Float8Tensor, "dequantize", "dequantized")
+    for kind in repro.tensors.Float8Tensor.__mro__:
+        if "dequantize" in vars(kind) and kind.__module__.startswith("transformer_engine."):
+            watch(kind, "dequantize", "dequantized")
     for name in ("data_ptr", "__dlpack__", "untyped_storage", "storage", "__cuda_array_interface__"):
         watch(torch.Tensor, name, "address taken") if callable(getattr(torch.Tensor, name, None)) else None
     if "untyped_storage" in vars(repro.QuantizedTensor):
         watch(repro.QuantizedTensor, "untyped_storage", "address taken")
     watch(torch.utils.dlpack, "to_dlpack", "address taken")
     watch(torch, "to_dlpack", "address taken")
+    watch(torch._C, "_to_dlpack", "address taken")
     try:
         tvm_ffi = importlib.import_module("tvm_ffi")
     except ImportError:
         notes.append("tvm_ffi is not installed here, and was not watched")
     else:
         watch(tvm_ffi, "from_dlpack", "address taken")
+        watch(tvm_ffi, "convert", "address taken")
     reading = repro.tensors.Float8Tensor.__getattribute__
 
     def noting(tensor, name):
-        if not depth and caller():
+        if not depth and (place := caller()):
             touched.add(id(tensor))
+            if name == "_data":
+                raw.append(place)
         return reading(tensor, name)
 
     repro.tensors.Float8Tensor.__getattribute__ = noting
@@ -111,7 +119,7 @@ def target(name):
         function = importlib.import_module(module.removesuffix(".py").replace("/", "."))
         for part in attribute.split("."):
             function = getattr(function, part)
-    except Exception as error:  # of the user's module
+    except BaseException as error:  # of the user's module, which may also end the process
         parser.error(
             f"--audit {name} cannot be imported: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         )
@@ -131,7 +139,10 @@ def target(name):
 def sizes(text):
     if not re.fullmatch(r"\d+(x\d+)*(,\d+(x\d+)*)*", text):
         parser.error(f"--shapes {text}: give sizes as in 128x64, one for each argument, with a comma between")
-    return [[int(n) for n in shape.split("x")] for shape in text.split(",")]
+    found = [[int(n) for n in shape.split("x")] for shape in text.split(",")]
+    if any(not 0 < math.prod(shape) <= 2**28 for shape in found):
+        parser.error(f"--shapes {text}: give each tensor between 1 and {2**28:,} elements")
+    return found
 
 
 def main(options):
@@ -156,7 +167,12 @@ def main(options):
         told = f"returned {type(result).__name__}" + (
             f" {str(result.dtype).removeprefix('torch.')}" if isinstance(result, torch.Tensor) else ""
         )
-    except Exception as error:  # it may be what FP8 does to the function
+        if inspect.isgenerator(result) or inspect.iscoroutine(result) or inspect.isasyncgen(result):
+            raised = result
+            notes.append("what it returned runs later, and was not run: give a function that runs it")
+        if getattr(result, "requires_grad", False):
+            notes.append("its backward was not run")
+    except BaseException as error:  # it may be what FP8 does to the function, or its end
         raised, told = error, f"raised {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     print(f"{options.audit} {told}")
     for what, places in found.items():
@@ -167,11 +183,13 @@ def main(options):
     print(f"{len(tensors)} FP8 tensor(s), {options.shapes}: {total}")
     if left:
         notes.append(f"{left} of {len(tensors)} tensors were not looked at by any Python code: nothing can be said of them")
+    for place in dict.fromkeys(raw):
+        notes.append(f"FP8 bytes are read, which are nothing without their scale: {place}")
     for note in dict.fromkeys(
         [*notes, "compiled code that is handed a tensor is not seen, but where it asks through the calls above"]
     ):
         print(f"note: {note}")
-    sys.exit(10 if any(found.values()) else 1 if raised or left else 0)
+    sys.exit(10 if any(found.values()) else 1 if raised is not None or left or raw else 0)
 
 
 if __name__ == "__main__":

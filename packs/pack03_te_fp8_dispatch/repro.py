@@ -2,12 +2,13 @@
 # requires-python = ">=3.12"
 # dependencies = ["apache-tvm-ffi==0.1.12", "einops", "megatron-core==0.19.2", "numpy>=1.26,<3", "onnx", "onnxscript", "packaging", "pydantic", "tilelang==0.1.15", "torch==2.13.0", "transformer-engine==2.20.2", "triton==3.7.1", "z3-solver==4.15.4.0"]
 # ///
-"""transformer-engine: an FP8 tensor says that it is bf16 and lies at address 0; megatron-core's fused SparseMLA believes it.
+"""megatron-core: fused SparseMLA takes transformer-engine's FP8 tensors for bf16: it hands a kernel a null pointer, or dequantizes them in silence.
 
-fused_sparse_mla_absorbed lets Float8Tensors through its gate for bf16, and permute dequantizes them in silence; SparseMLA called directly with two batches hands a
-kernel the wrapper itself, whose pointer is 0. megatron-core's own layers give it plain tensors, so this is a contract for whoever calls it with others.
-The release's own tensor classes and megatron-core's own dispatcher run. Without a GPU launches are replaced, and the lane te-cpu stands in for the compiled
-libraries, of which only the values of dequantize matter. Exits with 10 (BUG_REPRODUCED), 0 (BUG_ABSENT) or 125 (neither).
+A Float8Tensor says that its dtype is bf16 and that it lies at address 0; most torch operators dequantize it, which is documented. The dispatcher
+fused_sparse_mla_absorbed lets it through its gate for bf16, and permute dequantizes it; SparseMLA called with two batches hands its kernel the wrapper. megatron-core's
+own layers give both plain tensors, so this is a contract for whoever calls them with others. Right is: plain tensors and a warning, or a refusal.
+The release's own tensor classes and megatron-core's own dispatcher run; kernel launches are replaced, and the lane te-cpu stands in for the compiled
+libraries. Exits with 10 (BUG_REPRODUCED), 0 (BUG_ABSENT) or 125 (neither).
 """
 
 import argparse
@@ -18,22 +19,20 @@ from importlib.metadata import distribution
 import torch
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-DSA = "megatron.core.transformer.experimental_attention_variant.ops"
-S, TOPK, TOTAL, VALUE = 256, 64, 576, 512  # 256 rows are a bucket of SparseMLA: fewer are padded, which dequantizes
-on_gpu = torch.version.cuda is not None and torch.cuda.is_available()
-warned = []
-device, H, SCALE = ("cuda", 64, TOTAL**-0.5) if on_gpu else ("cpu", 16, TOTAL**-0.5)  # heads
+OPS = "megatron.core.transformer.experimental_attention_variant.ops"
+S, H, TOPK, TOTAL, VALUE = 256, 16, 64, 576, 512  # 256 rows are a bucket of SparseMLA: fewer are padded, which dequantizes
+SCALE = TOTAL**-0.5
+device = "cuda" if torch.version.cuda and torch.cuda.is_available() else "cpu"
 
 
 def release():
-    """transformer-engine's Float8Tensor and QuantizedTensor."""
+    """transformer-engine's module of Float8Tensor, and QuantizedTensor."""
     warnings.filterwarnings("ignore")
     found = distribution("transformer-engine")
-    gpu = "device:sm_{}{}".format(*torch.cuda.get_device_capability()) if on_gpu else "source"
+    gpu = "device:sm_{}{}".format(*torch.cuda.get_device_capability()) if device == "cuda" else "source"
     FACTS.update(version=found.version, evidence=gpu)
-    places = ("transformer_engine/pytorch/tensor/quantized_tensor.py", "transformer_engine/pytorch/quantized_tensor.py")
-    if not any(found.locate_file(place).exists() for place in places):
-        print("This release has no QuantizedTensor.")
+    if found.version < "2" or not found.locate_file("transformer_engine/pytorch/tensor/float8_tensor.py").exists():
+        print("megatron-core 0.19.2 does not work with this release.")
         finish("UNTESTABLE", "no-api")
     try:
         tensors = importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor")
@@ -46,12 +45,8 @@ def release():
 
 
 def consumer():
-    """megatron-core's dispatcher, its SparseMLA and the module of its forward kernel."""
-    loaded = {name: module for name, module in sys.modules.items() if name.startswith("transformer_engine")}
-    if FACTS["version"].startswith("1."):  # megatron-core wants layers of newer ones for its own; SparseMLA wants none
-        sys.modules.update(dict.fromkeys(loaded))
-    found = [importlib.import_module(f"{DSA}.{name}") for name in ("tilelang_dsa", "sparse_mla", "tilelang_sparse_mla_fwd")]
-    sys.modules.update(loaded)
+    """megatron-core's dispatcher, SparseMLA, and the module of its forward kernel."""
+    found = [importlib.import_module(f"{OPS}.{name}") for name in ("tilelang_dsa", "sparse_mla", "tilelang_sparse_mla_fwd")]
     FACTS["file"] = found[0].__file__
     return found[0].fused_sparse_mla_absorbed, found[1].SparseMLA, found[2]
 
@@ -61,11 +56,10 @@ def fp8(values, dtype=torch.bfloat16):
     scale_inv = (values.float().abs().max() / 448).reshape(1)
     data = (values.float() / scale_inv).to(torch.float8_e4m3fn).view(torch.uint8)
     e4m3 = sys.modules["transformer_engine_torch"].DType.kFloat8E4M3
-    shape = {"shape": data.shape} if hasattr(tensors, "Float8Quantizer") else {}  # from 2.0
-    return tensors.Float8Tensor(**shape, data=data, fp8_scale_inv=scale_inv, fp8_dtype=e4m3, dtype=dtype)
+    return tensors.Float8Tensor(shape=data.shape, data=data, fp8_scale_inv=scale_inv, fp8_dtype=e4m3, dtype=dtype)
 
 
-def inputs(B):
+def inputs(B, S=S):
     """query [S, B, H, 576] and key [S, B, 1, 576], unit normal, in bf16; causal top-k indices [B, S, topk], -1 for none."""
     torch.manual_seed(0)
     query, key = (torch.randn(S, B, heads, TOTAL, device=device).to(torch.bfloat16) for heads in (H, 1))
@@ -74,72 +68,55 @@ def inputs(B):
 
 
 def used(call, *given):
-    """What a call hands its kernel, how often it dequantizes, and whether it warns of that; its output."""
-    seen = {"launched": [], "dequantized": 0}
-    build, dequantize = fwd._get_sparse_mla_fwd_kernel, tensors.Float8Tensor.dequantize
+    """The output of a call or its error, the query and key that it hands its kernel, and the warnings that name what is dequantized or quantized."""
+    launched, build = [], fwd._get_sparse_mla_fwd_kernel
 
     def building(**how):
-        kernel = build(**how) if on_gpu else None
-
-        def launch(q, kv, indices, *scales):
-            kinds = ["wrapper" if isinstance(t, QuantizedTensor) else str(t.dtype).removeprefix("torch.") for t in (q, kv)]
-            seen["launched"].append({"tensors": kinds, "pointer 0": 0 in (q.data_ptr(), kv.data_ptr()), "scales": len(scales)})
-            if kernel is None:
-                return torch.zeros(*q.shape[:3], how["dim"], dtype=torch.bfloat16), torch.zeros(q.shape[:3])
-            return kernel(q, kv, indices, *scales)
+        def launch(q, kv, *_):
+            launched.append((q, kv))
+            return torch.zeros(*q.shape[:3], how["dim"], dtype=torch.bfloat16, device=device), torch.zeros(
+                q.shape[:3], device=device
+            )
 
         return launch
 
-    def counting(*given, **named):
-        seen["dequantized"] += 1
-        return dequantize(*given, **named)
-
-    fwd._get_sparse_mla_fwd_kernel, tensors.Float8Tensor.dequantize = building, counting
+    fwd._get_sparse_mla_fwd_kernel = building
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         try:
             out = call(*given)
         except Exception as error:  # what it raises is the finding
-            out, seen["raises"] = None, f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
-    fwd._get_sparse_mla_fwd_kernel, tensors.Float8Tensor.dequantize = build, dequantize
-    warned.extend(each for each in told if "dequantizes" in str(each.message))  # once is enough
-    seen["warned"] = bool(warned)
-    return out, seen
+            out = f"{type(error).__name__}: {error}"
+    fwd._get_sparse_mla_fwd_kernel = build
+    return out, launched, [str(each.message) for each in told if "quantize" in str(each.message)]
+
+
+def calls(query, key, indices, made=lambda t: t):
+    """Each way to call it: its name, the function, its arguments with ``made`` of query and key, and both [B, S, H, 576] as a kernel wants them."""
+    turned = [t.permute(1, 0, 2, 3).contiguous() for t in (query, key)]
+    yield "the dispatcher", dispatched, (made(query), made(key), indices, SCALE, VALUE), turned
+    yield "SparseMLA", SparseMLA.apply, (*map(made, turned), indices[:, :, None].int().contiguous(), SCALE), turned
 
 
 def main():
-    calls = FACTS["metrics"]
     for B in (1, 2):
         query, key, indices = inputs(B)
-        q8, k8, index = fp8(query), fp8(key), indices[:, :, None].int().contiguous()
-        wrapped = [fp8(t.permute(1, 0, 2, 3).contiguous()) for t in (query, key)]
+        q8 = fp8(query)
         told = q8.dtype == torch.bfloat16 and q8.data_ptr() == 0 and q8._data.data_ptr() != 0
         check("control", f"B={B}: an FP8 tensor's dtype is bf16, its pointer 0, and that of its data is not", told)
-        with torch.no_grad():
-            _, seen = used(dispatched, query, key, indices, SCALE, VALUE)
-            fine = [each["tensors"] for each in seen["launched"]] == [["bfloat16"] * 2] and not seen["launched"][0]["pointer 0"]
-            check("control", f"B={B}: bf16 reaches the kernel as it is", fine)
-            for name, call, given in (
-                ("dispatched", dispatched, (q8, k8, indices, SCALE, VALUE)),
-                ("SparseMLA", SparseMLA.apply, (*wrapped, index, SCALE)),
-            ):
-                _, seen = used(call, *given)
-                calls[f"B={B}, {name}"] = {k: v for k, v in seen.items() if k != "launched"} | {"launches": seen["launched"]}
-                silent, nowhere = (
-                    seen["dequantized"] and not seen["warned"],
-                    any(each["pointer 0"] for each in seen["launched"]),
-                )
-                launched = " and ".join(map(str, (each["tensors"] for each in seen["launched"]))) or seen.get(
-                    "raises", "nothing"
-                )
-                what = f"B={B}, {name}: dequantized {seen['dequantized']} times{' in silence' * bool(silent)}, launched with {launched}"
-                check("trigger", f"{what}{', pointer 0' * nowhere}", seen["launched"] and not silent and not nowhere)
-                if silent or nowhere:
-                    check(
-                        "signature",
-                        "two tensors are dequantized, or the wrapper is handed on",
-                        nowhere or seen["dequantized"] == 2,
-                    )
+        for name, call, given, turned in calls(query, key, indices):
+            _, launched, warned = used(call, *given)
+            same = len(launched) == 1 and all(map(torch.equal, launched[0], turned))
+            check("control", f"B={B}, {name}: bf16 reaches the kernel as it is", same and not warned)
+        for name, call, given, _ in calls(query, key, indices, fp8):
+            out, launched, warned = used(call, *given)
+            null = any(t.data_ptr() == 0 for pair in launched for t in pair)
+            refused = not launched and (out is None or "quantize" in str(out))
+            tensors = f"plain tensors, {'with a warning' if warned else 'in silence'}" if launched else f"nothing: {out}"
+            got = "a null pointer" if null else tensors
+            check("trigger", f"B={B}, {name}: the kernel gets {got}", refused or (launched and warned and not null))
+            if not refused and (null or not warned):
+                check("signature", f"B={B}, {name}: it is launched all the same", launched)
     finish()
 
 

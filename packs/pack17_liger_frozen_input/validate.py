@@ -62,6 +62,15 @@ def outcome(function, tensors, needs, y, scale, given):
     return [*outs, *(leaf.grad for leaf, n in zip(leaves, needs, strict=True) if n)]
 
 
+def backward_makes(function, tensors, y, given):
+    """How many tensors of the weight's shape a backward makes where all is trained: none, for the forward has made them."""
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    loss = call(function, leaves, y, given)[0]
+    with Made(leaves[1].shape) as made:
+        loss.backward()
+    return made.count
+
+
 def same(one, other):
     pairs = zip(one, other, strict=False)
     return len(one) == len(other) and all(
@@ -114,6 +123,12 @@ def main():
                 role = "trigger" if frozen else "control"
                 check(role, f"{name}, trained: {trained or 'nothing'}: bit for bit the release's", same(found, want))
     for reduction in ("mean", "sum"):
+        least, made = (backward_makes(function, (x, w), y, {"reduction": reduction}) for function in (released, fixed))
+        check(
+            "trigger",
+            f"{reduction}, a trained input: backward makes {made} tensors of the weight's shape, {least} as released",
+            made <= least,
+        )
         head = w.clone().requires_grad_()
         with torch.no_grad(), Made(w.shape) as made:
             call(fixed, (x, head), y, {"reduction": reduction})

@@ -1,19 +1,37 @@
 """The fix: whoever builds a kernel holds a lock on it, and whoever waited for the lock looks into the cache once more."""
 
+import re
+
 from common.transforms import insert_before, replace
 
-_LOCK = """\
+_LOCKED = '''\
+@contextlib.contextmanager
+def _locked(path):
+    """Holds a lock on a kernel's path; on a file system without locks the kernel is built as before."""
     os.makedirs(get_cache_dir(), exist_ok=True)
-    lock = open(f'{path}.lock', 'w')  # held until this function returns
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    if runtime_cache[path] is not None:
-        return runtime_cache[path]
+    with open(f'{path}.lock', 'w') as lock:
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
-"""
+
+'''
+
+
+def _under_the_lock(found: re.Match[str]) -> str:
+    inside = re.sub(r"^(?=.)", "    ", found[0], flags=re.MULTILINE)
+    return f"""\
+    with _locked(path):
+        if runtime_cache[path] is not None:  # built by another process in the meantime
+            return runtime_cache[path]
+
+{inside}"""
+
 
 FIX = {
     "deep_gemm/jit/compiler.py": (
-        replace("import", r"\Aimport hashlib\n", "import fcntl\nimport hashlib\n"),
-        insert_before("lock", r"^    # Write the code\n", _LOCK),
+        replace("import", r"\Aimport hashlib\n", "import contextlib\nimport fcntl\nimport hashlib\n"),
+        insert_before("lock", r"^def build\(", _LOCKED),
+        replace("locked", r"^    # Write the code\n(?:.*\n)+?    return runtime_cache\[path\]\n", _under_the_lock),
     ),
 }

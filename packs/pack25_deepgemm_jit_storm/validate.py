@@ -1,13 +1,18 @@
-"""The deep check of pack25's fix: a compilation that fails, a rank that is killed while it compiles, two kernels at once, more ranks, a cache that is read-only.
+"""The deep check of pack25's fix: compilations that fail, ranks that are killed or come late, two kernels at once, more ranks, no locks, a cache that is read-only.
 
 Runs after repro.py on the patched side.
 """
 
+import contextlib
 import ctypes
+import errno
+import multiprocessing
 import os
 import shlex
 import tempfile
+import time
 from pathlib import Path
+from unittest import mock
 
 import repro
 from repro import check, finish
@@ -22,12 +27,82 @@ def nvcc(folder, before):
     wrapper.write_text(f'{head}\ncase "$*" in *--version*) ;; *) {before} ;; esac\nexec {rest}')
 
 
+@contextlib.contextmanager
+def building(how):
+    """``how(original)`` takes the place of repro.build in the ranks."""
+    original, repro.build = repro.build, how(repro.build)
+    try:
+        yield
+    finally:
+        repro.build = original
+
+
+def first(folder, name):
+    """Whether this process is the first to ask."""
+    try:
+        Path(folder, name).mkdir()
+    except FileExistsError:
+        return False
+    return True
+
+
+def until(path):
+    while not path.exists():
+        time.sleep(0.05)
+
+
 def failing(folder):
-    """The first call of nvcc fails: the next rank compiles, and the others take its kernel."""
-    nvcc(folder, f"mkdir {shlex.quote(folder)}/once 2>/dev/null && exit 1")
-    count, failed = repro.compiles(folder, [f"{folder}/cache"] * RANKS, 1)
+    """The first call of nvcc fails: the next rank compiles, and the others take its kernel, one that comes while it compiles too."""
+    place = shlex.quote(folder)
+    nvcc(folder, f"mkdir {place}/once 2>/dev/null && exit 1; : > {place}/began; sleep 1")
+
+    def one_late(build):
+        return lambda kernel: (first(folder, "late") and until(Path(folder, "began"))) or build(kernel)
+
+    with building(one_late):
+        count, failed = repro.compiles(folder, [f"{folder}/cache"] * RANKS, 1)
     check("trigger", f"a compilation fails: {len(failed)} of {RANKS} ranks fail, 1 has to", len(failed) == 1)
     check("trigger", f"a compilation fails: {count} calls, 2 needed", count == 2)
+
+
+def kept(folder):
+    """A compilation fails, and who called for it keeps the exception and waits for the others: they must not wait for it."""
+    nvcc(folder, f"mkdir {shlex.quote(folder)}/once 2>/dev/null && exit 1")
+    met, errors = multiprocessing.get_context("fork").Barrier(RANKS), []
+
+    def together(build):
+        def built(kernel):
+            try:
+                build(kernel)
+            except Exception as error:
+                errors.append(error)
+            met.wait(60)
+
+        return built
+
+    with building(together):
+        count, failed = repro.compiles(folder, [f"{folder}/cache"] * RANKS, 1)
+    check(
+        "trigger",
+        f"an exception is kept: {count} calls, 2 needed; {failed[0] if failed else 'all ranks meet'}",
+        (count, failed) == (2, []),
+    )
+
+
+def late(folder):
+    """Ranks that come while nvcc writes must not take what is half written."""
+    nvcc(folder, f'o=; for a; do [ "$o" = -o ] && : > "$a"; o=$a; done; : > {shlex.quote(folder)}/began; sleep 1')
+
+    def goes(build):
+        return lambda kernel: build(kernel) if first(folder, "first") else until(Path(folder, "began")) or build(kernel)
+
+    with building(goes):
+        count, failed = repro.compiles(folder, [f"{folder}/cache"] * RANKS, 1)
+    check(
+        "trigger",
+        f"ranks that come while nvcc writes: {count} calls, 1 needed{'; ' + failed[0] if failed else ''}",
+        (count, failed) == (1, []),
+    )
 
 
 def killed(folder):
@@ -44,27 +119,32 @@ def killed(folder):
 def at_once(folder):
     """Two kernels are compiled at the same time: each call of nvcc waits for another kind to have begun."""
     place = shlex.quote(folder)
-    mark = f'k=$(basename "$(dirname "$1")"); k=${{k%.*}}; : > {place}/began.$k'
+    mark = f'k=$(basename "$(dirname "$1")"); : > {place}/began.$k'
     wait = f"n=0; while [ $(ls {place}/began.* | wc -l) -lt 2 ] && [ $n -lt 200 ]; do sleep 0.1; n=$((n+1)); done; [ $n -lt 200 ] || : > {place}/alone"
     nvcc(folder, f"{mark}; {wait}")
-    original, repro.build = repro.build, lambda kernel: original(os.getpid() % 2)
-    try:
+    with building(lambda build: lambda kernel: build(os.getpid() % 2)):
         count, failed = repro.compiles(folder, [f"{folder}/cache"] * RANKS, 1)
-    finally:
-        repro.build = original
     check("trigger", f"two kernels at once: {count} calls, 2 needed", count == 2 and not failed)
     check("trigger", "two kernels at once: neither waits for the other", not Path(folder, "alone").exists())
+
+
+def no_locks(folder):
+    """A file system without locks: kernels are built as in the release."""
+
+    def refused(*_):
+        raise OSError(errno.ENOSYS, "no locks here")
+
+    with mock.patch("fcntl.flock", refused), mock.patch("fcntl.lockf", refused):
+        _, failed = repro.compiles(folder, [f"{folder}/cache"] * RANKS, 1)
+    check("trigger", f"a file system without locks: {len(failed)} ranks fail", not failed)
 
 
 def read_only(folder):
     """A cache that is warm may be read-only."""
     root = f"{folder}/cache"
     repro.compiles(folder, [root])
-    original, repro.build = repro.build, lambda kernel: locked(root) or original(kernel)
-    try:
+    with building(lambda build: lambda kernel: locked(root) or build(kernel)):
         count, failed = repro.compiles(folder, [root] * RANKS)
-    finally:
-        repro.build = original
     check("trigger", f"a warm cache, read-only: {count} calls, 0 needed", count == 0 and not failed)
 
 
@@ -87,7 +167,7 @@ def main():
         count, failed = repro.compiles(folder, [f"{folder}/cache"] * RANKS)
         check("control", f"{RANKS} ranks have their kernels", not failed)
         check("trigger", f"{RANKS} ranks: {count} calls, {repro.KERNELS} needed", count == repro.KERNELS)
-    for case in (failing, killed, at_once, read_only):
+    for case in (failing, kept, killed, late, at_once, no_locks, read_only):
         with tempfile.TemporaryDirectory() as folder:
             repro.noting(folder)
             case(folder)
