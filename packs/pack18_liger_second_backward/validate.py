@@ -113,17 +113,12 @@ def main():
                     [u * first for u in unit],
                     limit,
                 )
+            # A torch before 2.5 does not say whether the graph is kept.
+            asked = vars(torch._C._autograd).pop("_get_current_graph_task_keep_graph", None)
+            judge(f"{said}: an older torch", after(*graph(fixed, tensors, y, **given), SCALES[0]), unit, limit)
+            vars(torch._C._autograd)["_get_current_graph_task_keep_graph"] = asked
             plain = after(*graph(fixed, tensors, y, **given), (1.0, 1.0))
             check("trigger", f"{said}: the loss itself can be used twice", not isinstance(plain, str))
-        # A torch before 2.5 does not say whether the graph is kept.
-        asked = vars(torch._C._autograd).pop("_get_current_graph_task_keep_graph", None)
-        judge(
-            f"{said}: backwards of {SCALES[0]}, an older torch",
-            after(*graph(fixed, tensors, y, **given), SCALES[0]),
-            unit,
-            limit,
-        )
-        vars(torch._C._autograd)["_get_current_graph_task_keep_graph"] = asked
     finish()
 
 
