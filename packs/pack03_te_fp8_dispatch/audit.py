@@ -96,7 +96,8 @@ def watched():
     def noting(tensor, name):
         if not depth and (place := caller()):
             touched.add(id(tensor))
-            if name == "_data" and not any(part in sys._getframe(1).f_code.co_filename for part in AWAY):
+            asks = sys._getframe(1).f_code.co_filename
+            if name == "_data" and not any(part in asks for part in AWAY):
                 raw.append(place)
         return reading(tensor, name)
 
