@@ -156,6 +156,12 @@ def cluster(session: nox.Session) -> str:
 
 
 @nox.session(default=False)
+def blame(session: nox.Session) -> None:
+    """Find the commits that brought a bug and took it away: nox -s blame -- pack09 --source CLONE."""
+    runner(session, "blame", *session.posargs)
+
+
+@nox.session(default=False)
 def pins(session: nox.Session) -> None:
     """Say which release to pin, and write constraints.txt: nox -s pins -- liger-kernel."""
     runner(session, "pins", *session.posargs)

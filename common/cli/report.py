@@ -145,6 +145,24 @@ def surprises(rows: Sequence[Row]) -> Iterator[Text]:
             yield Text(plain(f"✗ {text}.", None), "red")
 
 
+def of_checkout(row: Row, deep: bool) -> Text:
+    """What is to be said of a working tree, a commit or a pull request; ``deep``: the pack has a validate.py."""
+    name = row.cell.version.partition("+")[2]
+    if row.verdict.outcome == "ABSENT":
+        text = Text(f"✓ {name} does not have the bug", "green")
+        more = "; validate.py, which looks for wrong fixes, judges a diff against a release: --patch FILE.diff" if deep else ""
+        return text.append(f". repro.py says so{more}.", "dim")
+    if row.verdict.outcome == "REPRODUCED":
+        return Text(f"✗ {name} has the bug.", "red")
+    why = f" ({plain(row.message.rstrip('.'), None)})" if row.message else ""
+    hint = ""
+    if row.verdict.reason == "import":
+        hint = (
+            " A checkout gives its Python files alone: where compiled parts are needed, build a wheel and name it with --wheel."
+        )
+    return Text(f"✗ It cannot be said whether {name} has the bug: {row.verdict}{why}.{hint}", "yellow")
+
+
 def ending(rows: Sequence[Row], missing: int = 0) -> Text:
     """The last line of a run that is as expected: how much of it says nothing of the bug. ``missing`` commits were not run."""
     untold = Counter(row.verdict.reason for row in rows if row.verdict.outcome == "UNTESTABLE")

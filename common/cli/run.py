@@ -50,6 +50,14 @@ def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:
         metavar="DIR",
         help="a folder that holds the installed release (pip install --target DIR)",
     )
+    which.add_argument(
+        "--checkout",
+        type=Path,
+        metavar="DIR",
+        help="your clone of the upstream as it is now, changes that are not committed included: does it have the bug?",
+    )
+    which.add_argument("--commit", metavar="REF", help="a commit, branch or tag of the clone that --source names")
+    which.add_argument("--pr", type=int, metavar="N", help="a pull request of the upstream, fetched from GitHub")
     parser.add_argument("--source", type=Path, metavar="DIR", help="a clone of the upstream, for what is a commit of it")
     parser.add_argument("--here", action="store_true", help="in the active environment: no nox, no network, nothing installed")
     parser.add_argument(
@@ -97,6 +105,9 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     if review:  # Verdicts on somebody's diff, or on a fix broken on purpose, are no record of the release.
         named = options.patch.stem if options.patch else f"without-{options.without}"
         results = results / "review" / overlay.plain_name(named)
+    checkout = _checkout(pack, variant, options, out)
+    if checkout:  # Nor is what is no release at all.
+        review, results = True, results / "review" / overlay.plain_name(checkout.name.split("-")[1])
     jobs = options.jobs or plans.default_jobs(lane)
     plan = plans.planned(
         pack,
@@ -106,7 +117,10 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
         patch=options.patch,
         drop=options.without,
         here=options.here,
-        wheels=_wheels(pack, variant, options, out),
+        wheels={environment.read_wheel(checkout, pack.package)[1]: checkout}
+        if checkout
+        else _wheels(pack, variant, options, out),
+        checkout=checkout is not None,
         release_path=options.release_path,
         sandbox=options.sandbox,
         results=results,
@@ -120,6 +134,8 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     if tool and len(chosen) != 1:
         raise UserError(f"{' '.join(plan.arguments)} is for one release; --releases {options.releases} are {len(chosen)}.")
     plan = replace(plan, several=len(chosen) > 1)
+    if options.record and not review and not (own and own.source):
+        _of_the_index(plan)
     for warning in warnings:
         common.warn(warning, out)
     out.print(f"{pack.name} · {pack.title}", markup=False, style="bold")
@@ -131,16 +147,19 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     wanted = [(plan, release) for release in chosen]
     missing: list[str] = []
     if options.releases in (None, "pinned") and not (
-        plan.arguments or variant or plan.wheels or plan.release_path or options.patch
+        plan.checkout or plan.arguments or variant or plan.wheels or plan.release_path or options.patch
     ):
         wanted, missing = _with_commits(plan, wanted, options.source, out)
     for sentence in missing:
         common.warn(sentence, out)
     with pool.threads(jobs) as workers, report.Follow(2 * len(wanted), out) as follow:
         commits = f" and {more} commit(s)" if (more := len(wanted) - len(chosen)) else ""
-        out.print(
-            f"{len(chosen)} release(s){commits} of {pack.package}, both sides, lane {lane}, {workers.where}", markup=False
+        what = (
+            f"{pack.package} {chosen[0].version}"
+            if plan.checkout
+            else f"{len(chosen)} release(s){commits} of {pack.package}, both sides"
         )
+        out.print(f"{what}, lane {lane}, {workers.where}", markup=False)
         rows, failures = runner.run_all(wanted, workers, done=follow)
     if failures and len(wanted) == 1:
         raise UserError(failures[0].message)
@@ -154,7 +173,9 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     )
     parts.append(report.table(rows, f"{pack.name} · {pack.package}" + (f" · {variant}" if variant else "")))
     parts += report.claims(rows)
-    parts += surprising or ([report.ending(rows, len(missing))] if not failures else [])
+    if plan.checkout and rows:
+        parts.append(report.of_checkout(rows[0], pack.deep_check(variant) is not None))
+    parts += [] if plan.checkout else surprising or ([report.ending(rows, len(missing))] if not failures else [])
     if results != RESULTS and pack.kind != "selftest" and not review:
         parts += report.compared(rows, history.load(RESULTS, [pack]))
     for part in parts:
@@ -186,6 +207,46 @@ def _with_commits(
         wheels = {version: wheel.resolve()}
         found.append((replace(plan, pack=varied, variant=name, arguments=own.arguments, wheels=wheels), release))
     return found, missing
+
+
+def _of_the_index(plan: Plan) -> None:
+    """What is recorded of a release rests on the files that the index has of it, and on no others that bear its version."""
+    if plan.release_path or (plan.here and not plan.wheels):
+        raise UserError("--record keeps what was seen of a release's own file: name it with --wheel, or leave --record out.")
+    if not plan.wheels:
+        return
+    known = {
+        r.version: (r.sha256, *r.others) for r in releases.releases(plan.pack.package, plan.cache, python=plan.pack.python)[0]
+    }
+    for version, wheel in plan.wheels.items():
+        if hashlib.sha256(wheel.read_bytes()).hexdigest() not in known.get(version, ()):
+            raise UserError(
+                f"{wheel.name} is not the file that the index has of {plan.pack.package} {version}, so it is no record of that "
+                "release: leave --record out, or judge your clone with --checkout."
+            )
+
+
+def _checkout(pack: Pack, variant: str, options: argparse.Namespace, out: Console) -> Path | None:
+    """The wheel of a working tree, a commit or a pull request, where one is asked for."""
+    asked = [name for name in ("checkout", "commit", "pr") if getattr(options, name) is not None]
+    if not asked:
+        return None
+    own = pack.variants.get(variant)
+    for other, given in (("--patch", options.patch), ("--without", options.without), ("--here", options.here or None)):
+        if given is not None:
+            raise UserError(f"--{asked[0]} runs what it names as it is; it has no meaning beside {other}.")
+    if own and own.source:
+        raise UserError(f"The variant {variant} is a commit itself; --{asked[0]} names another.")
+    if pack.as_files or pack.kind == "selftest":
+        raise UserError(f"{pack.name} runs files of its own making, not a checkout of {pack.upstream}.")
+    if options.commit and options.source is None:
+        raise UserError(f"--commit {options.commit} is a commit of which clone of {pack.upstream}? Name it with --source DIR.")
+    if options.pr is not None and options.source is None:
+        with report.waiting(f"{pack.name}: fetching pull request {options.pr} of {pack.upstream}", out):
+            source, commit = sources.pull_request(pack.upstream, options.pr, CACHE)
+        return sources.of_checkout(pack, source, commit, CACHE)
+    ref = options.commit or (f"refs/pull/{options.pr}/head" if options.pr is not None else None)
+    return sources.of_checkout(pack, options.checkout or options.source, ref, CACHE)
 
 
 def _wheels(pack: Pack, variant: str, options: argparse.Namespace, out: Console) -> dict[str, Path]:

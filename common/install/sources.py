@@ -1,6 +1,7 @@
-"""What is in no release: a commit of the upstream's repository, made into a wheel of its plain Python files.
+"""What is in no release: a commit, a pull request or a working tree of the upstream's repository, made into a wheel of its plain Python files.
 
-The wheel's version names commit and tree, ``0+git.da482cf5c8.tree.1f0c5ce6a1``, and the same commit gives the same wheel.
+The wheel's version names it: ``0+git.da482cf5c8.tree.1f0c5ce6a1`` for a commit that a pack's variant names, ``0.8.2+git.9ac26bb8fe`` for what a user gives, with
+``.dirty.`` and a hash where the working tree has changes. The same files give the same wheel.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import subprocess
 import tarfile
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+
+from packaging.version import InvalidVersion, Version
 
 from common.errors import UserError
 from common.files import locked
@@ -57,6 +61,105 @@ def wheel(pack: Pack, variant: str, directory: Path | None, cache: Path) -> Path
             partial.write_bytes(_packed(files, name, pack.package, version))
             partial.replace(path)
     return path
+
+
+def folders(pack: Pack) -> tuple[str, ...]:
+    """Where the upstream's repository holds the package."""
+    return pack.tree or (f"{pack.prefix}{pack.package.replace('-', '_')}",)
+
+
+def has(clone: Path, ref: str) -> bool:
+    return _git(clone, "rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}").returncode == 0
+
+
+def log(clone: Path, *words: str) -> list[list[str]]:
+    """Hash, day and first line of the commits that ``git log`` gives for ``words``, oldest first."""
+    done = _git(clone, "log", "--reverse", "--topo-order", "--format=%H%x09%cs%x09%s", *words)
+    if done.returncode:
+        raise UserError(f"{clone}: {done.stderr.decode(errors='replace').strip()}")
+    return [line.split("\t", 2) for line in done.stdout.decode(errors="replace").splitlines()]
+
+
+def of_checkout(pack: Pack, directory: Path, commit: str | None, cache: Path) -> Path:
+    """The wheel of a working tree at ``directory``, changes that are not committed included, or of a ``commit`` of that clone."""
+    places = folders(pack)
+    if not directory.is_dir():
+        raise UserError(f"{directory} is not a folder.")
+    head = _git(directory, "rev-parse", "--verify", "--quiet", f"{commit or 'HEAD'}^{{commit}}").stdout.decode().strip()
+    if commit:
+        if not head:
+            raise UserError(f"{directory} has no commit {commit}: give a clone of {pack.upstream} that has it.")
+        held = _git(directory, "ls-tree", "-r", "--name-only", "-z", head).stdout.decode().split("\0")
+        wanted = [f for f in places if any(name.startswith(f"{f}/") for name in held)]
+        wanted += [name for name in _VERSIONS if name in held]
+        archive = _git(directory, "archive", "--format=tar", head, "--", *wanted)
+        if archive.returncode:
+            raise UserError(f"{directory}: {head[:10]} cannot be read: {archive.stderr.decode(errors='replace').strip()}")
+        with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
+            everything = dict(_files(tar))
+        told = f"git.{head[:10]}"
+    else:
+        listed = _git(directory, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--full-name").stdout.decode()
+        names = listed.split("\0") if head else [str(f.relative_to(directory)) for f in directory.rglob("*.py")]
+        top = Path(_git(directory, "rev-parse", "--show-toplevel").stdout.decode().strip() or directory) if head else directory
+        everything = {n: (top / n).read_bytes() for n in names if n and _may_hold(n) and (top / n).is_file()}
+        told = f"git.{head[:10]}" if head else "local"
+    files = {
+        name.removeprefix(pack.prefix): data
+        for name, data in everything.items()
+        if name.startswith(tuple(f"{folder}/" for folder in places))
+    }
+    if not files:
+        raise UserError(f"{directory} holds nothing below {' or '.join(places)}, where {pack.upstream} has {pack.package}.")
+    digest = hashlib.sha256(b"".join(name.encode() + b"\0" + data + b"\0" for name, data in sorted(files.items()))).hexdigest()
+    if not head:
+        told += f".{digest[:10]}"
+    elif not commit and _git(directory, "status", "--porcelain", "--", *(f":/{folder}" for folder in places)).stdout:
+        told += f".dirty.{digest[:10]}"
+    name, version = pack.package.replace("-", "_"), f"{_base(everything, places)}+{told}"
+    path = cache / "sources" / digest[:16] / f"{name}-{version}-py3-none-any.whl"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(_packed(files, name, pack.package, version))
+    return path
+
+
+def pull_request(upstream: str, number: int, cache: Path) -> tuple[Path, str]:
+    """A repository that holds the head of a pull request, and its commit."""
+    place, ref = cache / "sources" / upstream.replace("/", "+"), f"refs/pull/{number}/head"
+    place.mkdir(parents=True, exist_ok=True)
+    with locked(place.with_suffix(".lock")):
+        if not (place / "HEAD").is_file():
+            _git(place, "init", "--quiet", "--bare")
+        done = _git(place, "fetch", "--quiet", "--depth=1", f"https://github.com/{upstream}", f"+{ref}:{ref}")
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        raise UserError(
+            f"Pull request {number} of {upstream} cannot be fetched ({said[-1] if said else 'git failed'}). Give its diff with --patch, or a "
+            f"clone that has it: --source DIR --commit {ref}."
+        )
+    return place, _git(place, "rev-parse", ref).stdout.decode().strip()
+
+
+#: Where upstreams keep their version, and how it is written there.
+_VERSIONS = {
+    "pyproject.toml": r'^version\s*=\s*"([^"]+)"',
+    "version.txt": r"^\s*(\d\S*)",
+    "build_tools/VERSION.txt": r"^\s*(\d\S*)",
+    "__init__.py": r"""^__version__\s*=\s*["']([^"']+)""",
+}
+
+
+def _base(files: dict[str, bytes], folders: tuple[str, ...]) -> str:
+    """The version that the upstream's own files give; 0 where they give none."""
+    for place, pattern in _VERSIONS.items():
+        name = f"{folders[0]}/{place}" if place == "__init__.py" else place
+        if found := re.search(pattern, files.get(name, b"").decode(errors="replace"), re.MULTILINE):
+            with suppress(InvalidVersion):
+                return Version(found[1]).public
+    info = files.get(f"{folders[0]}/package_info.py", b"").decode(errors="replace")
+    numbers = [re.search(rf"^{part}\s*=\s*(\d+)", info, re.MULTILINE) for part in ("MAJOR", "MINOR", "PATCH")]
+    return ".".join(number[1] for number in numbers if number) or "0"
 
 
 def _missing(directory: Path, commit: str) -> str:
@@ -102,11 +205,16 @@ def of_sdist(sdist: Path, package: str, version: str, folder: Path) -> Path:
     return path
 
 
+def _may_hold(name: str) -> bool:
+    """Whether a wheel of plain Python may hold it."""
+    return not re.search(r"\.(cpp|cu|cuh|h|md)$", name)
+
+
 def _files(tar: tarfile.TarFile) -> Iterator[tuple[str, bytes]]:
     """The files that a wheel may hold."""
     for member in tar:
         opened = tar.extractfile(member) if member.isfile() else None
-        if opened and not re.search(r"\.(cpp|cu|cuh|h|md)$", member.name):
+        if opened and _may_hold(member.name):
             yield member.name, opened.read()
 
 

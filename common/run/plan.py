@@ -16,6 +16,7 @@ from common.packs.pack import Pack
 from common.store.cell import Cell
 from common.store.grade import Verdict
 
+_ASKED = "a checkout is asked whether it is free of the bug"
 #: Of a pack without a fix.py.
 NO_FIX = "the pack has no fix of its own"
 
@@ -40,6 +41,8 @@ class Plan:
     several: bool = False
     #: Each script in a sandbox of its own: no network, nothing to write but its own folder.
     sandbox: bool = False
+    #: A working tree, a commit or a pull request: no release, so it is held to show nothing, and asked whether it has the bug.
+    checkout: bool = False
 
     def cell(self, release: Release, side: str = "unpatched") -> Cell:
         return Cell(pack=self.pack.name, dist=self.pack.package, version=release.version, side=side, variant=self.variant)
@@ -89,6 +92,8 @@ class Failure:
 
 def expected(plan: Plan, version: str, side: str) -> tuple[str, str]:
     """What a side is held to show, and why. The patched side follows from the unpatched one."""
+    if plan.checkout:
+        return ("ABSENT", _ASKED) if side == "unpatched" else ("NOTHING_TO_PATCH", _ASKED)
     expectation = plan.pack.expectation(version)
     if expectation is None:
         return "an [expected] range", f"no range in pack.toml holds {version}"
@@ -124,6 +129,8 @@ def skipped(before: Verdict, plan: Plan, version: str) -> dict[str, str] | None:
 
     A diff under review also has to break nothing where there is no bug.
     """
+    if plan.checkout:
+        return {"stopped": "nothing-to-patch", "message": "a checkout is run as it is"}
     if before.outcome == "REPRODUCED":
         return None if plan.patch or plan.pack.fix.is_file() else {"stopped": "nothing-to-patch", "message": NO_FIX}
     if before.outcome == "MEASURED" and _measured(plan, version, "patched")[0] == "MEASURED":

@@ -463,6 +463,8 @@ def _subject(plan: Plan, release: Release, cell: Cell, there: Environment | None
     uri = f"pkg:pypi/{cell.dist}@{cell.version}"
     if own is not None and own.source:
         uri = f"pkg:github/{plan.pack.upstream.lower()}@{own.source}"
+    if plan.checkout:
+        uri = f"pkg:github/{plan.pack.upstream.lower()}@{cell.version.partition('+')[2]}"
     return receipt.Subject(name=file or f"{cell.dist}-{cell.version}", uri=uri, digest=digest)
 
 

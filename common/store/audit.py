@@ -122,6 +122,8 @@ def verify(path: Path, published: Published) -> Iterator[str]:
     wanted = published.sha256(cell.dist, cell.version)
     if digest and wanted and digest not in wanted:
         yield f"its subject has sha256 {digest[:12]}…, and the index publishes {wanted[0][:12]}… for {cell.dist} {cell.version}"
+    if "+" in cell.version and ".tree." not in cell.version and "review" not in path.parts:
+        yield f"{cell.version} is no release and no commit of a pack's: its place is below review/"
     scrub = Scrubber()
     for name, text in (("receipt", path.read_text(encoding="utf-8")), ("log", log)):
         if PRIVATE.search(text) or scrub(text) != text:

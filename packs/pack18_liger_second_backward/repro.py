@@ -134,12 +134,12 @@ CHECKS, FACTS = [], {"report": 1, "evidence": "none", "metrics": {}}
 
 
 def check(role, name, ok=None, *, error=None, limit=None):
-    """Record whether the release behaves as a correct one: ``ok``, or ``error <= LIMIT``. What is no finite number has failed."""
+    """Record whether the release behaves as a correct one: ``ok``, or ``error <= limit``. What is no finite number has failed."""
     row = {"role": role, "name": name}
     if limit is not None:
         error = float(error) if error is not None and math.isfinite(error) else None
         row |= {"error": error, "limit": limit}
-        ok = error is not None and error <= LIMIT
+        ok = error is not None and error <= limit
     CHECKS.append({**row, "ok": bool(ok)})
     shown = "" if limit is None else "  not finite" if error is None else f"  {error:.2e} (limit {limit:.0e})"
     words = ("seen", "not seen") if role == "signature" else ("ok", "FAIL")
