@@ -66,7 +66,7 @@ def files(pack: Pack, runs: Iterable[Seen]) -> list[str]:
 
 def ref(clone: Path, name: str) -> str:
     """What the clone calls a release, or a ref as it was given."""
-    short = re.sub(r"(\.0)+$", "", name)
+    short = name.removesuffix(".0")
     for each in (f"v{name}", name, f"core_v{name}", f"core_r{name}", f"v{short}", f"release_v{short}"):
         if sources.has(clone, each):
             return each
