@@ -273,13 +273,13 @@ def test_pins_command(cli, tmp_path, store):
         store(tmp_path / "r", version=version, log=log.replace('"version": "1.0"', f'"version": "{version}"'))
     env = {"UV_DEFAULT_INDEX": "http://127.0.0.1:9/simple/"}
     where = ("--results", tmp_path / "r", "--output", tmp_path / "constraints.txt")
-    done = cli("pins", "liger-kernel", *where, env=env)
+    done = cli("pins", "liger-kernel", *where, "--pack", "pack09", env=env)
     assert done.returncode == 0, done.stderr
     assert "liger-kernel: pin liger-kernel==0.8.2" in done.stdout
     assert "0.7.0: wrong (pack09)" in done.stdout
     assert "is not known as such" in done.stdout
     assert "liger-kernel==0.8.2  # pack09: absent (interpreter, " in (tmp_path / "constraints.txt").read_text()
-    found = json.loads(cli("pins", "--json", *where, env=env).stdout)
+    found = json.loads(cli("pins", "--json", *where, "--pack", "pack09", env=env).stdout)
     liger = next(advice for advice in found if advice["package"] == "liger-kernel")
     assert (liger["pin"], liger["refused"]) == ("0.8.2", None)
     done = cli("pins", "torchao", *where, env=env)
