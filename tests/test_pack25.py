@@ -25,7 +25,9 @@ def test_the_receipts_are_what_the_readme_says():
     for variant in PACK.variants:
         measured = runs["unpatched", variant].document().facts.metrics
         for case, count in measured["ptxas"].items():
-            assert [str(count)] == cells(second, case), variant
+            counts = [runs["unpatched", each].document().facts.metrics["ptxas"][case] for each in PACK.variants]
+            span = f"{min(counts)} – {max(counts)}" if len(set(counts)) > 1 else str(count)
+            assert [span] == cells(second, case), variant
         assert measured["no DG_CACHE_DIR"] == {
             "calls of nvcc with DG_JIT_USE_NVRTC=1": 1,
             "in ~/.deep_gemm/cache": 1,
