@@ -162,6 +162,24 @@ def blame(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def review(session: nox.Session) -> None:
+    """Run all packs about a package on a pull request and its base: nox -s review -- liger-kernel --source CLONE --base REF."""
+    runner(session, "review", *session.posargs)
+
+
+@nox.session(default=False)
+def changes(session: nox.Session) -> None:
+    """Tell what changed from release to release: nox -s changes -- --since 2026-11-01."""
+    runner(session, "changes", *session.posargs)
+
+
+@nox.session(default=False)
+def tables(session: nox.Session) -> None:
+    """Rewrite what is generated in git: the tables of README.md, schemas, badges, report blocks."""
+    runner(session, "tables", *session.posargs)
+
+
+@nox.session(default=False)
 def pins(session: nox.Session) -> None:
     """Say which release to pin, and write constraints.txt: nox -s pins -- liger-kernel."""
     runner(session, "pins", *session.posargs)

@@ -44,7 +44,10 @@ def replace(
     ``optional`` is for an edit that only some releases need (an option that older ones lack): no match is then no error,
     two still are. ``needs`` is for one that is wrong where the release lacks a file, which it imports, say.
     """
-    pattern = re.compile(anchor, re.MULTILINE)
+    try:
+        pattern = re.compile(anchor, re.MULTILINE)
+    except re.error as error:
+        raise ValueError(f"the anchor of {name!r} is no regular expression: {error}") from error
 
     def edit(source: str) -> str:
         found = len(pattern.findall(source))
@@ -76,8 +79,17 @@ def load_fix(path: Path) -> Fix:
         fix: Fix = module.FIX
     except SyntaxError as error:
         raise UserError(f"{name} has a syntax error in line {error.lineno}: {error.msg}.") from error
+    except AttributeError as error:
+        if error.name != "FIX" or error.obj is not module:
+            raise UserError(f"{name} cannot be loaded: {type(error).__name__}: {error}.") from error
+        raise UserError(
+            f"{name} has no FIX: a dictionary, from a file's path in the package to a tuple of transforms."
+        ) from error
     except Exception as error:  # whatever its author's code raises
         raise UserError(f"{name} cannot be loaded: {type(error).__name__}: {error}.") from error
     if not isinstance(fix, dict) or not all(isinstance(t, Transform) for of_file in fix.values() for t in of_file):
         raise UserError(f"{name}: FIX has to be a dictionary, from a file's path in the package to a tuple of transforms.")
+    names = [transform.name for of_file in fix.values() for transform in of_file]
+    if twice := [each for each in dict.fromkeys(names) if names.count(each) > 1]:
+        raise UserError(f"{name} has two transforms called {twice[0]!r}: give each a name of its own.")
     return fix

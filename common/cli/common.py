@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from rich.text import Text
 
 from common.cli import report
 from common.errors import UserError
-from common.files import CACHE, RESULTS
+from common.files import CACHE, RESULTS, ROOT
 from common.install import environment
 from common.install.machine import MACHINE
 from common.packs.pack import Pack, all_packs
@@ -99,6 +101,17 @@ def packs(out: Console) -> list[Pack]:
 def about_upstreams(out: Console) -> list[Pack]:
     """All but the self-test, which says nothing of a release."""
     return [pack for pack in packs(out) if pack.kind != "selftest"]
+
+
+def formatted(packs: Sequence[Pack], out: Console) -> None:
+    """Format the files of packs whose runs are to be recorded: a receipt holds their hashes, and formatted later it would be stale."""
+    ruff = [sys.executable, "-m", "ruff", "format", "--quiet"]
+    before = {path: path.read_bytes() for pack in packs for path in pack.folder.glob("*.py")}
+    if before:  # Where there is no ruff, as in --here, they stay as they are.
+        subprocess.run([*ruff, *map(str, before)], capture_output=True, cwd=ROOT)
+    for path, data in before.items():
+        if path.read_bytes() != data:
+            warn(f"Formatted: {report.where(path)}.", out)
 
 
 def stored(options: argparse.Namespace, chosen: list[Pack], out: Console) -> history.History:

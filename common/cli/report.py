@@ -72,7 +72,8 @@ def where(path: Path) -> str:
         return str(path)
 
 
-def table(rows: Sequence[Row], title: str) -> Table:
+def table(rows: Sequence[Row], title: str, *, judged: bool = True) -> Table:
+    """The closing table; ``judged``: each verdict is marked as expected or not."""
     folders = sorted({where(row.receipt.parent) for row in rows if row.receipt})
     found = Table(
         title=Text(title), title_justify="left", header_style="bold", pad_edge=False, padding=(0, 1, 0, 0), box=box.SIMPLE_HEAD
@@ -83,13 +84,13 @@ def table(rows: Sequence[Row], title: str) -> Table:
         found.add_column(column, justify="right" if column == "s" else "left", overflow="fold")
     for row in rows:
         verdict = row.verdict
-        mark = Text("✓ ", "green") if row.as_expected else Text("✗ ", "bold red")
+        as_expected = row.as_expected or not judged
+        mark = Text("" if not judged else "✓ ", "green") if as_expected else Text("✗ ", "bold red")
         errors = (verdict.bug_error, verdict.limit, verdict.control_error)
         found.add_row(
             Text(row.cell.version),
             row.cell.side,
-            mark
-            + Text(told(row), "bold red" if not row.as_expected else STYLE.get(verdict.outcome, "red") if row.ran else "dim"),
+            mark + Text(told(row), "bold red" if not as_expected else STYLE.get(verdict.outcome, "red") if row.ran else "dim"),
             verdict.evidence if verdict.evidence != "none" else "–",
             " / ".join(map(number, errors)) if any(e is not None for e in errors) else "–",
             f"{row.seconds:.1f}" if row.ran else "–",
@@ -140,8 +141,10 @@ def surprises(rows: Sequence[Row]) -> Iterator[Text]:
                 text += ". If upstream fixed it, update [expected] and retire the workaround"
             if row.verdict.reason.endswith(("timeout", "oom")):
                 text += ". Is the machine busy? Run it once more by itself, with --jobs 1"
-            if row.ran and row.message:
+            if row.ran and row.message and row.message not in text:
                 text += f" ({row.message.rstrip('.')})"
+            if row.ran and row.receipt:
+                text += f". Log: {where(next(row.receipt.parent.glob(f'{row.cell.stem}.*.log'), row.receipt))}"
             yield Text(plain(f"✗ {text}.", None), "red")
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from rich.console import Console, RenderableType
 
-from common.cli import common, report
+from common import transforms
+from common.cli import author, common, report
 from common.errors import UserError
 from common.files import CACHE, RESULTS, write_atomically
 from common.install import environment, lanes, releases, sources
@@ -34,8 +35,9 @@ def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:
     which.add_argument(
         "--releases",
         "--release",
+        action="append",
         metavar="WHICH",
-        help="pinned (the default), all, or versions and specifiers: 0.6.5 or '>=0.6,<0.8'",
+        help="pinned (the default), all, or versions and specifiers: 0.6.5 or '>=0.6,<0.8'; may be repeated",
     )
     which.add_argument(
         "--wheel",
@@ -85,6 +87,17 @@ def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:
     parser.add_argument(
         "--results", type=Path, metavar="DIR", help="where receipts go (default: .cache/runs/, or results/ with --record)"
     )
+    parser.add_argument("--propose", action="store_true", help="print the [expected] block of pack.toml that these runs give")
+    parser.add_argument(
+        "--diff", nargs="?", const="", metavar="RELEASE", help="run nothing: print what the pack's fix changes in a release"
+    )
+    parser.add_argument(
+        "--debug",
+        nargs="?",
+        const="unpatched",
+        choices=("unpatched", "patched"),
+        help="run repro.py alone on one release and side, on this terminal, and say how; nothing is graded",
+    )
     parser.add_argument("--proofs", action="store_true", help="print the three proofs of every verdict, however many")
     parser.add_argument("--picture", type=Path, metavar="SVG", help="also save what is printed as a picture")
 
@@ -94,12 +107,22 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     common.check(options)
     if options.patch is not None and options.without is not None:
         raise UserError("--without leaves out a part of the pack's own fix; it has no meaning beside --patch.")
+    if options.patch is not None:
+        overlay.read_diff(options.patch)
+    fix = transforms.load_fix(pack.fix) if pack.fix.is_file() and options.patch is None else {}
+    if options.without is not None:
+        overlay.drop(fix, options.without)
+    if options.diff:
+        options.releases = [*(options.releases or ()), options.diff]
     variant, given = _arguments(pack, options.variant, extra)
     own = pack.variants.get(variant)
     lane = lanes.choose(pack, options.lane or (own.lane if own else None))
-    out = report.console()
+    # A diff is all that stands on stdout, so that it can be sent to a file.
+    out = report.console(stderr=options.diff is not None)
     if options.record and (pack.kind == "selftest" or options.without):
         raise UserError("--record is for fixes on releases: the self-test and --without make no record.")
+    if options.record:
+        common.formatted([pack], out)
     results = options.results or (RESULTS if options.record else CACHE / "runs")
     review = options.patch is not None or options.without is not None
     if review:  # Verdicts on somebody's diff, or on a fix broken on purpose, are no record of the release.
@@ -132,7 +155,9 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     if tool and options.releases is None:
         chosen = chosen[-1:]  # the newest that the pack pins
     if tool and len(chosen) != 1:
-        raise UserError(f"{' '.join(plan.arguments)} is for one release; --releases {options.releases} are {len(chosen)}.")
+        raise UserError(
+            f"{' '.join(plan.arguments)} is for one release; --releases {' '.join(options.releases)} are {len(chosen)}."
+        )
     plan = replace(plan, several=len(chosen) > 1)
     if options.record and not review and not (own and own.source):
         _of_the_index(plan)
@@ -146,7 +171,13 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
         return _use(plan, chosen[0], pack.folder / tool, out)
     wanted = [(plan, release) for release in chosen]
     missing: list[str] = []
-    if options.releases in (None, "pinned") and not (
+    if options.diff is not None or options.debug:
+        release = author.one(pack, chosen, "--diff" if options.debug is None else "--debug", named=options.releases is not None)
+        if options.debug:
+            return runner.debug(plan, release, options.debug, lambda line: out.print(line, markup=False, soft_wrap=True))
+        author.diff(plan, release, report.console())
+        return common.OK
+    if options.releases in (None, ["pinned"]) and not (
         plan.checkout or plan.arguments or variant or plan.wheels or plan.release_path or options.patch
     ):
         wanted, missing = _with_commits(plan, wanted, options.source, out)
@@ -167,19 +198,25 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
         common.warn(f"{note}.", out)
     for line in dict.fromkeys(line for row in rows for line in report.coverage(row)):
         common.warn(line, out)
-    surprising = list(report.surprises(rows))
+    surprising = [] if options.propose else list(report.surprises(rows))
     parts: list[RenderableType] = (
         [report.proofs(rows, whole=options.proofs)] if options.proofs or len(rows) <= report.PROOFS else []
     )
-    parts.append(report.table(rows, f"{pack.name} · {pack.package}" + (f" · {variant}" if variant else "")))
+    parts.append(
+        report.table(rows, f"{pack.name} · {pack.package}" + (f" · {variant}" if variant else ""), judged=not options.propose)
+    )
     parts += report.claims(rows)
     if plan.checkout and rows:
         parts.append(report.of_checkout(rows[0], pack.deep_check(variant) is not None))
-    parts += [] if plan.checkout else surprising or ([report.ending(rows, len(missing))] if not failures else [])
-    if results != RESULTS and pack.kind != "selftest" and not review:
+    parts += (
+        [] if plan.checkout or options.propose else surprising or ([report.ending(rows, len(missing))] if not failures else [])
+    )
+    if results != RESULTS and pack.kind != "selftest" and not (review or options.propose):
         parts += report.compared(rows, history.load(RESULTS, [pack]))
     for part in parts:
         out.print(part)
+    if options.propose:
+        out.print("", *author.proposed(rows), sep="\n", markup=False, soft_wrap=True)
     if options.picture is not None:
         write_atomically(options.picture, report.picture(parts, f"nox -s {pack.name}"))
     for message in dict.fromkeys(failure.message for failure in failures):
@@ -279,7 +316,7 @@ def _use(plan: Plan, release: Release, script: Path, out: Console) -> int:
     )  # 10 is what a tool found, as it is a bug of a script
 
 
-def _releases(plan: Plan, wanted: str | None, out: Console) -> tuple[list[Release], list[str]]:
+def _releases(plan: Plan, wanted: Sequence[str] | None, out: Console) -> tuple[list[Release], list[str]]:
     """The releases to run, and warnings: from wheels, from where one is installed, or from the index."""
     pack = plan.pack
     if plan.wheels:
@@ -292,7 +329,9 @@ def _releases(plan: Plan, wanted: str | None, out: Console) -> tuple[list[Releas
         there = environment.here(pack.package, plan.cache, release_path=plan.release_path)
         return [Release(version=there.version, file="", sha256="")], []
     with report.waiting(f"{pack.name}: asking the package index for the releases of {pack.package}", out):
-        return releases.choose(pack, wanted, plan.cache)
+        found = [releases.choose(pack, each, plan.cache) for each in wanted or (None,)]
+    chosen = {release.version: release for those, _ in found for release in those}
+    return list(chosen.values()), list(dict.fromkeys(warning for _, told in found for warning in told))
 
 
 def _arguments(pack: Pack, variant: str | None, extra: Sequence[str]) -> tuple[str, tuple[str, ...]]:

@@ -21,7 +21,7 @@ import msgspec.toml
 from msgspec import Meta, Struct
 
 from common.errors import UserError
-from common.files import CACHE, PACKS
+from common.files import CACHE
 from common.install import environment, lanes, sources
 from common.install.releases import Release, choose
 from common.packs.pack import Pack, load
@@ -258,7 +258,7 @@ def _released(
 def _run(plan: Plan, release: Release, unpatched: Row, mutant: Mutant, stop: threading.Event) -> Outcome:
     place = plan.results / uuid.uuid4().hex[:12]
     # All packs: a fix may take edits from another's.
-    shutil.copytree(PACKS, place / "packs", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(plan.pack.folder.parent, place / "packs", ignore=shutil.ignore_patterns("__pycache__"))
     folder = place / "packs" / plan.pack.folder.name
     mutant.make(folder)
     changed = replace(plan, pack=load(folder).varied(plan.variant, plan.lane), results=place / "results")

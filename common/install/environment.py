@@ -30,6 +30,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import (
     InvalidSdistFilename,
     InvalidWheelFilename,
@@ -131,6 +132,17 @@ class Environment:
                 found = re.search(r"^cuda(?:: [^=]+)? = '([^']+)'", text, re.MULTILINE)
                 return found[1] if found else None
         return None
+
+    def lacking(self, package: str) -> list[str]:
+        """What the release says that it needs, and what is not installed beside it."""
+        there = {each["name"] for each in self.distributions()}
+        found = []
+        for line in distribution(package, self.site).requires or ():
+            with contextlib.suppress(InvalidRequirement):
+                asked = Requirement(line)
+                wanted = asked.marker is None or asked.marker.evaluate({"extra": ""})
+                found += [f"{asked.name}{asked.specifier}"] if wanted and canonicalize_name(asked.name) not in there else []
+        return found
 
     def distributions(self) -> list[dict[str, str]]:
         """Every installed distribution: name, version, and a sha256 over what its RECORD says was installed."""

@@ -20,6 +20,8 @@ def choose(pack: Pack, wanted: str | None = None) -> str:
 
     A pack with the ``device`` lane alone gets it everywhere: without a GPU its script says ``UNTESTABLE: no-device``.
     """
+    if unknown := sorted({*pack.lanes, *filter(None, (pack.validate_lane,))} - set(known())):
+        raise UserError(f"{pack.folder.name}/pack.toml names a lane {unknown[0]!r}; there are {', '.join(known())}.")
     if wanted is not None:
         if wanted not in pack.lanes:
             raise UserError(f"{pack.name} has no lane {wanted!r}; it has {', '.join(pack.lanes)}.")

@@ -65,7 +65,7 @@ def wheel(pack: Pack, variant: str, directory: Path | None, cache: Path) -> Path
 
 def folders(pack: Pack) -> tuple[str, ...]:
     """Where the upstream's repository holds the package."""
-    return pack.tree or (f"{pack.prefix}{pack.package.replace('-', '_')}",)
+    return pack.tree or (f"{pack.prefix}{pack.imports}",)
 
 
 def has(clone: Path, ref: str) -> bool:

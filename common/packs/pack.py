@@ -82,6 +82,8 @@ class Pack:
     folder: Path
     title: str
     package: str
+    #: The package's import name, where it is not its name on the index with underscores (python-dateutil: "dateutil").
+    imports: str
     upstream: str
     kind: str
     #: To whom, in a line, for `nox -s check`; and what they can do about it on an affected release.
@@ -310,6 +312,7 @@ class _Toml(Struct, forbid_unknown_fields=True, kw_only=True):
 
     title: str
     package: str
+    imports: Annotated[str, like(r"[A-Za-z_][A-Za-z0-9_]*")] | None = None
     upstream: str
     kind: Kind
     #: To whom, in a line, for `nox -s check`; and what they can do about it on an affected release.
@@ -350,7 +353,8 @@ def _pack(folder: Path, told: _Toml) -> Pack:
         )
         for key, value in told.expected.items()
     )
-    pack = Pack(**{**given, "folder": folder, "expected": expected, "python": python})
+    imports = told.imports or told.package.replace("-", "_").replace(".", "_")
+    pack = Pack(**{**given, "folder": folder, "expected": expected, "python": python, "imports": imports})
     for key, listed in (
         ("requires", told.requires),
         ("beside", told.beside),

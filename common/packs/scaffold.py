@@ -12,15 +12,23 @@ from common.files import PACKS, write_atomically
 from common.packs import reportblock
 from common.packs.pack import load
 
+#: What a title may not hold: it stands in TOML, in Markdown and in Python.
+_UNFIT = re.compile(r"""["\\\n]""")
 
-def new_pack(number: int, slug: str, package: str, packs: Path = PACKS) -> list[Path]:
-    """Make ``packs/packNN_slug`` with repro.py, fix.py, pack.toml and README.md; returns their paths."""
+
+def new_pack(number: int, slug: str, package: str, packs: Path = PACKS, *, title: str = "", lane: str = "device") -> list[Path]:
+    """Make ``packs/packNN_slug`` with repro.py, fix.py, pack.toml and README.md; returns their paths.
+
+    ``title`` is the first line of the bug report; ``lane`` is "cpu" for a package that needs no GPU.
+    """
     if not 1 <= number <= 99:
         raise UserError(f"A pack's number has two digits, 01 to 99, and {number} has not.")
     if not re.fullmatch(r"[a-z0-9]+(?:_[a-z0-9]+)*", slug):
         raise UserError(f"{slug!r} is not a slug: lower-case words joined by underscores, such as mimo_reduce.")
     if not re.fullmatch(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?", package):
         raise UserError(f"{package!r} is not a package's name.")
+    if _UNFIT.search(title):
+        raise UserError("A title is one line without double quotes and backslashes: the first line of the bug report.")
     if taken := sorted(packs.glob(f"pack{number:02d}_*")):
         raise UserError(f"Number {number:02d} is taken by {taken[0].name}; numbers are never reused.")
     folder = packs / f"pack{number:02d}_{slug}"
@@ -36,6 +44,8 @@ def new_pack(number: int, slug: str, package: str, packs: Path = PACKS) -> list[
             package=package,
             module=package.replace("-", "_").replace(".", "_"),
             block=reportblock.TEXT,
+            title=title,
+            lane=lane,
         )
         write_atomically(path, text)
         written.append(path)

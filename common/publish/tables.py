@@ -47,7 +47,7 @@ def update(*, check: bool = False, root: Path = ROOT, packs: Path = PACKS) -> li
     }
     for name, kind in (("receipt", receipt.Receipt), ("timeline", timeline.Timeline)):
         wanted[root / "docs" / "schemas" / f"{name}.json"] = json.dumps(msgspec.json.schema(kind), indent=2) + "\n"
-    wanted |= reportblock.written(sorted(packs.glob("*/*.py")))
+    wanted |= reportblock.written(sorted([*packs.glob("*/*.py"), *(root / "docs" / "example").glob("*/*.py")]))
     old = [path for path, text in wanted.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     for path in old if not check else ():
         write_atomically(path, wanted[path])

@@ -23,7 +23,8 @@ from common.transforms import Fix, Transform
 def drop(fix: Fix, name: str) -> Fix:
     """``fix`` without the transform ``name``: the patched side must then turn red."""
     if name not in [t.name for transforms in fix.values() for t in transforms]:
-        raise UserError(f"There is no transform {name!r} in this fix.")
+        names = ", ".join(t.name for transforms in fix.values() for t in transforms)
+        raise UserError(f"There is no transform {name!r} in this fix; it has: {names}.")
     return {file: [t for t in transforms if t.name != name] for file, transforms in fix.items()}
 
 
@@ -63,17 +64,7 @@ def apply_patch(
     ``prefix`` is the folder of the upstream's repository that holds its package ("src/"); paths below it, and paths as they are
     installed, are the release's, or those of the packages ``beside`` it. Raises `UserError` where the diff cannot be judged on this release.
     """
-    try:
-        text = patch.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{patch} cannot be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{patch} is not a unified diff: it is not text.") from error
-    changes = list(_changes(text))
-    if not changes:
-        raise UserError(f"{patch} holds no unified diff: make one with 'git diff' or 'diff -u'.")
-    if links := [change.new or change.old for change in changes if change.link]:
-        raise UserError(f"{patch} makes a symbolic link of {links[0]}, which no release holds: take it out of the diff.")
+    changes = read_diff(patch)
     shipped = {
         PurePosixPath(str(f)).parts[0]
         for name in (package, *beside)
@@ -107,6 +98,22 @@ def apply_patch(
         skipped=tuple(sorted_out["skipped"]),
         unsupported=tuple(sorted_out["unsupported"]),
     )
+
+
+def read_diff(patch: Path) -> list[_Change]:
+    """What a diff changes; `UserError` where it cannot be read as one."""
+    try:
+        text = patch.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{patch} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{patch} is not a unified diff: it is not text.") from error
+    changes = list(_changes(text))
+    if not changes:
+        raise UserError(f"{patch} holds no unified diff: make one with 'git diff' or 'diff -u'.")
+    if links := [change.new or change.old for change in changes if change.link]:
+        raise UserError(f"{patch} makes a symbolic link of {links[0]}, which no release holds: take it out of the diff.")
+    return changes
 
 
 def plain_name(name: str) -> str:
@@ -260,9 +267,12 @@ def _transform(path: Path, file: str, transforms: Sequence[Transform]) -> None:
     source = path.read_text(encoding="utf-8")
     for transform in transforms:
         try:
-            source = transform(source)
+            edited = transform(source)
         except AnchorError as error:
             raise AnchorError(f"{file}: {error}") from error
+        if edited == source and not transform.optional:
+            raise AnchorError(f"{file}: transform {transform.name!r} changes nothing")
+        source = edited
     try:
         compile(source, file, "exec", dont_inherit=True)
     except SyntaxError as error:

@@ -6,9 +6,11 @@ import hashlib
 import json
 import platform
 import re
+import shlex
 import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 import traceback
@@ -108,6 +110,39 @@ def use(plan: Plan, release: Release, script: Path, folder: Path) -> int:
         return subprocess.run(
             execute.command(plan, there, script), env=execute.environ(plan, cell, there, place), cwd=folder
         ).returncode
+
+
+def debug(plan: Plan, release: Release, side: str, say: Callable[[str], None]) -> int:
+    """One side of a release on this terminal, for a pack's author: `breakpoint` works, its folder is kept, nothing is graded."""
+    cell = plan.cell(release, side)
+    place = plan.cache.resolve() / "debug" / cell.pack
+    shutil.rmtree(place, ignore_errors=True)
+    for folder in ("overlay", "home", "tmp"):
+        (place / folder).mkdir(parents=True)
+    with writing(plan.cache), ExitStack() as held:
+        try:
+            there, _ = _hold(plan, release, held, None)
+            if side == "patched":
+                _overlay(plan, cell, there, place, None, _scrubber(plan, place, there))
+        except (InstallError, AnchorError) as error:
+            raise UserError(f"{cell.dist} {cell.version} {side}: {error}") from error
+        command, environ = execute.command(plan, there), execute.environ(plan, cell, there, place)
+        say(f"environment: {there.site}")
+        say(f"folder:      {place}" + (", with the patched files in overlay/" if side == "patched" else ""))
+        for name, value in sorted(environ.items()):
+            say(f"  {name}={value}")
+        say(f"command:     {shlex.join(command)}")
+        return subprocess.run(command, env=environ, cwd=place / "tmp").returncode
+
+
+def fix_of(plan: Plan, release: Release) -> str:
+    """The unified diff of the pack's fix on one release."""
+    with writing(plan.cache), tempfile.TemporaryDirectory() as folder, ExitStack() as held:
+        try:
+            there, _ = _hold(plan, release, held, None)
+            return overlay.apply_fix(transforms.load_fix(plan.pack.fix), there.site, Path(folder) / "overlay")
+        except (InstallError, AnchorError) as error:
+            raise UserError(f"{plan.pack.name} has no diff for {plan.pack.package} {release.version}: {error}") from error
 
 
 def sweep(cache: Path) -> None:
@@ -220,6 +255,10 @@ def _receipt(plan: Plan, release: Release, cell: Cell, ran: _Ran, verdict: Verdi
 def _row(plan: Plan, release: Release, cell: Cell, ran: _Ran, verdict: Verdict) -> Row:
     wanted, why = expected(plan, release.version, cell.side)
     message = str(ran.closing.get("message", ""))
+    if verdict.outcome in ("CHANGED", "UNTESTABLE", "ERROR") and not message:
+        message = _last_error(ran.output)
+        if verdict.reason == "import" and ran.environment and (lacking := ran.environment.lacking(cell.dist)):
+            message += f". It asks for {', '.join(lacking)}: is that missing from `requires` in pack.toml?"
     if verdict.outcome == "INFRA" and not message:
         message = _INFRA.get(verdict.reason, "the run was ended from outside, which says nothing of the release: run it again")
     return Row(
@@ -235,6 +274,12 @@ def _row(plan: Plan, release: Release, cell: Cell, ran: _Ran, verdict: Verdict) 
         patch=ran.patch,
         notes=ran.notes,
     )
+
+
+def _last_error(output: str) -> str:
+    """The last line of a traceback that a script printed; empty without one."""
+    found = re.findall(r"^((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)(?:: .*)?)$", output, re.MULTILINE)
+    return plain(found[-1], 300) if found else ""
 
 
 #: What to say of a run that says nothing of its release.

@@ -187,11 +187,14 @@ def _proved(opening: dict[str, Any], body: list[str], exit_code: object, sentine
     evidence = facts.get("evidence")
     if outcome == "CHANGED" and evidence == "none" and facts.get("checks") == []:
         return Verdict(outcome=outcome, reason=reason)  # It died before it could say where it runs.
-    if not isinstance(evidence, str) or not re.fullmatch(r"source|interpreter|codegen|emulated|device:sm_[0-9a-z]+", evidence):
+    if not isinstance(evidence, str) or not re.fullmatch(
+        r"source|interpreter|codegen|emulated|device:(?:sm_[0-9a-z]+|cpu)", evidence
+    ):
         raise Disagreement(f"the JSON line has an unknown evidence level {evidence!r}")
-    if evidence.startswith("device") and opening.get("lane") not in (None, "device"):
+    on_cpu = evidence == "device:cpu"
+    if evidence.startswith("device") and opening.get("lane") not in (("cpu",) if on_cpu else (None, "device")):
         raise Disagreement(f"evidence {evidence!r} cannot come from the lane {opening.get('lane')!r}")
-    if evidence.startswith("device") and "gpus" in opening and evidence.partition(":")[2] not in opening["gpus"]:
+    if evidence.startswith("device") and not on_cpu and "gpus" in opening and evidence.partition(":")[2] not in opening["gpus"]:
         raise Disagreement(f"evidence {evidence!r} without such a GPU: the machine has {', '.join(opening['gpus']) or 'none'}")
     origin = _origin(opening, facts)
     if outcome == "CHANGED":

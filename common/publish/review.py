@@ -1,0 +1,93 @@
+"""What a pull request does to the known bugs of its package: each pack on its base and on its head, as Markdown and as JUnit's XML."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from common.run.plan import Row
+from common.scrub import md
+
+#: What came of a pack, the worst first. Only what is brought fails a review: the other bugs were there before.
+STATES = {
+    "brought": "the base does not have the bug",
+    "changed": "something else happens than on the base",
+    "unknown": "it cannot be told",
+    "kept": "the base has the bug, too",
+    "fixed": "the base has the bug",
+    "free": "the base does not have the bug, either",
+}
+_MARKS = {"brought": "❌", "changed": "⚠️", "unknown": "⚠️", "kept": "➖", "fixed": "✅", "free": "✅"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judged:
+    """One pack on the base and on the head."""
+
+    pack: str
+    title: str
+    base: Row
+    head: Row
+
+    @property
+    def state(self) -> str:
+        before, after = self.base.verdict.outcome, self.head.verdict.outcome
+        told = ("REPRODUCED", "ABSENT")
+        if after == "REPRODUCED":
+            return {"REPRODUCED": "kept", "ABSENT": "brought"}.get(before, "unknown")
+        if after == "ABSENT":
+            return "fixed" if before == "REPRODUCED" else "free"
+        return "changed" if before in told and after == "CHANGED" else "unknown"
+
+    @property
+    def why(self) -> str:
+        """What is to be said of a state that is neither good nor known to be bad."""
+        side = self.head if self.head.verdict.outcome not in ("REPRODUCED", "ABSENT") else self.base
+        return side.message.rstrip(".") if self.state in ("changed", "unknown") else ""
+
+
+def ordered(found: Sequence[Judged]) -> list[Judged]:
+    return sorted(found, key=lambda each: (list(STATES).index(each.state), each.pack))
+
+
+def markdown(package: str, base: str, head: str, found: Sequence[Judged]) -> str:
+    return "\n".join(_markdown(package, base, head, found)) + "\n"
+
+
+def _markdown(package: str, base: str, head: str, found: Sequence[Judged]) -> Iterator[str]:
+    counts = {state: sum(each.state == state for each in found) for state in STATES}
+    said = {"brought": "brought", "fixed": "fixed", "kept": "still there", "changed": "changed", "unknown": "not known"}
+    told = ", ".join(f"{counts[state]} {word}" for state, word in said.items() if counts[state]) or "none brought, none there"
+    yield f"### Known bugs of {package}: {told}"
+    yield ""
+    yield f"| | bug | {base} | {head} | evidence |"
+    yield "|---|---|---|---|---|"
+    for each in ordered(found):
+        cells = (f"{each.pack}: {each.title}", str(each.base.verdict), str(each.head.verdict), each.head.verdict.evidence)
+        yield f"| {_MARKS[each.state]} | {' | '.join(md(cell) for cell in cells)} |"
+    yield ""
+    for each in ordered(found):
+        if each.why:
+            yield f"- {each.pack}: {STATES[each.state]}: {md(each.why)}"
+    yield ""
+    yield "Each pack's script ran on both as they are. It looks for the bug alone: that a cure breaks nothing else is not shown by it."
+
+
+def junit(package: str, found: Sequence[Judged]) -> str:
+    """A test case for each pack: a failure where the bug is brought, skipped where nothing can be said."""
+    states = [each.state for each in found]
+    counts = {"tests": len(found), "failures": states.count("brought"), "errors": 0}
+    counts["skipped"] = sum(state in ("changed", "unknown") for state in states)
+    suite = ET.Element(
+        "testsuite", {"name": f"reproducer-packs {package}", **{k: str(v) for k, v in counts.items()}, "time": "0"}
+    )
+    for each in ordered(found):
+        took = f"{each.base.seconds + each.head.seconds:.1f}"
+        case = ET.SubElement(suite, "testcase", classname=package, name=f"{each.pack} {each.title}", time=took)
+        if each.state == "brought":
+            ET.SubElement(case, "failure", message=STATES["brought"]).text = f"{each.base.verdict} → {each.head.verdict}"
+        elif each.state in ("changed", "unknown"):
+            ET.SubElement(case, "skipped", message=f"{STATES[each.state]}: {each.why or each.head.verdict}")
+    ET.indent(suite)
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(suite, encoding="unicode") + "\n"
