@@ -80,3 +80,34 @@ def test_mistakes_are_one_sentence(cli, words, said):
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [
+        ({1}, ["other", "second (#22)"]),  # brought by a commit that touches another file
+        ({2, 3}, ["second (#22)"]),
+        ({2}, ["second (#22)", "third"]),
+        ({3}, ["third"]),
+        (set(), []),
+    ],
+)
+def test_a_commit_is_named_whose_own_parent_shows_what_was_there_before(clone, bad, named):
+    order = git(clone, "rev-list", "--reverse", "HEAD").split()
+
+    def shows(commits):
+        return {commit.sha: "REPRODUCED" if order.index(commit.sha) in bad else "ABSENT" for commit in commits}
+
+    found = blame.search(clone, Span(before="v1.0", after="HEAD"), ["a.py"], ["."], shows)
+    assert [commit.subject for commit, _, _ in found.turns] == named
+
+
+def test_a_change_that_no_commit_to_the_file_made_is_found_elsewhere(clone):
+    order = git(clone, "rev-list", "--reverse", "HEAD").split()
+
+    def shows(commits):
+        return {commit.sha: ["ABSENT", "REPRODUCED", "REPRODUCED", "REPRODUCED"][order.index(commit.sha)] for commit in commits}
+
+    found = blame.search(clone, Span(before="v1.0", after="HEAD"), ["a.py"], ["."], shows)
+    assert [commit.subject for commit, _, _ in found.turns] == ["other"]
+    assert [commit.sha for commit in found.commits] == order

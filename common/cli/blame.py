@@ -23,7 +23,7 @@ from common.store import history
 
 HELP = "find the commits that brought a bug and took it away"
 DESCRIPTION = """Between neighbouring releases whose recorded verdicts differ, run every commit that touches the files that the script ran
-or the fix changes, and name those after which the verdict is another. Where none of them is, every commit of the package is run. A commit that
+or the fix changes, and its parent, and name those whose parent shows something else. Where a change came from elsewhere, every commit of the package between is run. A commit that
 was run is not run again. Exit status: 0 if each change of verdict was found, 1 if one was not, 2 for a mistake."""
 
 
@@ -69,29 +69,29 @@ def _between(text: str) -> Span:
 
 def _of_span(plan: Plan, span: Span, clone: Path, paths: list[str], jobs: int, out: Console) -> list[tuple[Commit, str, str]]:
     """The commits of one span after which the verdict is another."""
-    first = sources.log(clone, "--no-walk", blame.ref(clone, span.before))[0]
-    start = Commit(sha=first[0], day=first[1], subject=first[2])
-    for wider, what in ((paths, ", ".join(paths)), (sources.folders(plan.pack), plan.pack.package)):
-        commits = blame.commits(clone, span, wider)
-        out.print(f"\n{span.before} → {span.after}: {len(commits)} commit(s) touch {what}", markup=False, style="bold")
-        outcomes = _outcomes(plan, clone, [start, *commits], jobs, out)
-        turns = list(blame.turns([(c, outcomes[c.sha]) for c in commits], outcomes[start.sha]))
-        if turns or wider is not paths:
-            break
+    count = len(blame.commits(clone, span, paths))
+    out.print(f"\n{span.before} → {span.after}: {count} commit(s) touch {', '.join(paths)}", markup=False, style="bold")
+
+    def shows(commits: list[Commit]) -> dict[str, str]:
+        return _outcomes(plan, clone, commits, jobs, out)
+
+    found = blame.search(clone, span, paths, sources.folders(plan.pack), shows)
     table = Table(box=None, pad_edge=False)
     for heading in ("commit", "day", "verdict", ""):
         table.add_column(heading, overflow="fold")
-    changed = {commit.sha for commit, _, _ in turns}
-    for commit in [start, *commits]:
+    changed = {commit.sha for commit, _, _ in found.turns}
+    for commit in found.commits:
         style = "bold" if commit.sha in changed else "dim"
-        table.add_row(*(Text(word, style) for word in (commit.sha[:10], commit.day, outcomes[commit.sha], commit.subject)))
+        outcome = found.outcomes[commit.sha]
+        table.add_row(*(Text(word, style) for word in (commit.sha[:10], commit.day, outcome, commit.subject)))
     out.print(table)
-    for commit, before, after in turns:
+    for commit, before, after in found.turns:
         where = f"https://github.com/{plan.pack.upstream}/pull/{commit.pull_request}" if commit.pull_request else commit.sha
         out.print(f"{before} → {after}: {commit.sha[:10]}, {commit.day}, {where}", markup=False)
-    if not turns:
-        out.print(f"No commit between {span.before} and {span.after} changes the verdict.", style="yellow", markup=False)
-    return turns
+    if not found.turns:
+        ends = " and ".join(found.outcomes[commit.sha] for commit in (found.commits[0], found.commits[-1]))
+        out.print(f"No commit changes the verdict: {span.before} and {span.after} show {ends}.", style="yellow", markup=False)
+    return found.turns
 
 
 def _outcomes(plan: Plan, clone: Path, commits: list[Commit], jobs: int, out: Console) -> dict[str, str]:
@@ -130,4 +130,4 @@ def _outcomes(plan: Plan, clone: Path, commits: list[Commit], jobs: int, out: Co
 
 def _known(results: Path, pack: Pack) -> dict[str, str]:
     runs = history.load(results, [pack]).runs if results.is_dir() else []
-    return {seen.version: seen.outcome for seen in runs if seen.side == "unpatched" and not seen.stale}
+    return {seen.version: blame.outcome(seen) for seen in runs if seen.side == "unpatched" and not seen.stale}
