@@ -1,7 +1,12 @@
 """A working tree, a commit or a pull request becomes a wheel that names it, and is judged as what it is."""
 
+import functools
+import http.server
+import io
 import subprocess
+import threading
 import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -143,3 +148,39 @@ def row(outcome, reason=""):
     verdict = Verdict(outcome=outcome, reason=reason)
     facts = {"seconds": 0.0, "receipt": None, "ran": True, "environment": None, "message": ""}
     return Row(cell=cell, verdict=verdict, expected="ABSENT", why="", **facts)
+
+
+def test_a_pull_request_is_fetched_by_its_number(clone, tmp_path, monkeypatch):
+    """From GitHub; here git is told to take a folder in its place."""
+    hub = tmp_path / "hub" / PACK.upstream
+    hub.parent.mkdir(parents=True)
+    git(tmp_path, "clone", "--quiet", "--bare", clone, hub)
+    (clone / "src/liger_kernel/ops.py").write_text("x = 7\n")
+    git(clone, "commit", "--quiet", "-am", "a pull request")
+    git(clone, "push", "--quiet", hub, "HEAD:refs/pull/7/head")
+    told = {"COUNT": "1", "KEY_0": f"url.file://{tmp_path / 'hub'}/.insteadOf", "VALUE_0": "https://github.com/"}
+    for name, value in told.items():
+        monkeypatch.setenv(f"GIT_CONFIG_{name}", value)
+    source, commit = sources.pull_request(PACK.upstream, 7, tmp_path / "cache")
+    assert commit == git(clone, "rev-parse", "HEAD")
+    wheel = sources.of_checkout(PACK, source, commit, tmp_path / "cache")
+    assert zipfile.ZipFile(wheel).read("liger_kernel/ops.py") == b"x = 7\n"
+    with pytest.raises(UserError, match=r"Pull request 8 of .* cannot be fetched"):
+        sources.pull_request(PACK.upstream, 8, tmp_path / "cache")
+
+
+def test_a_diff_may_be_an_address_or_standard_input(tmp_path, monkeypatch):
+    text = b"--- a/x\n+++ b/x\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text)))
+    assert sources.of_diff("-", tmp_path).read_bytes() == text
+    assert sources.of_diff("some.diff", tmp_path) == Path("some.diff")
+    (tmp_path / "my fix.diff").write_bytes(text)
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    monkeypatch.setattr(handler.func, "log_message", lambda *_: None)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        found = sources.of_diff(f"http://127.0.0.1:{server.server_port}/my%20fix.diff", tmp_path)
+        assert found.read_bytes() == text
+        with pytest.raises(UserError, match=r"cannot be fetched \(HTTPError\): save the diff"):
+            sources.of_diff(f"http://127.0.0.1:{server.server_port}/none.diff", tmp_path)
+        server.shutdown()

@@ -64,9 +64,8 @@ def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:
     parser.add_argument("--here", action="store_true", help="in the active environment: no nox, no network, nothing installed")
     parser.add_argument(
         "--patch",
-        type=Path,
         metavar="DIFF",
-        help="judge this diff (a pull request under review) instead of the pack's fix",
+        help="judge this diff (a pull request under review) instead of the pack's fix: a file, an address, or - for standard input",
     )
     parser.add_argument(
         "--without", metavar="TRANSFORM", help="leave one transform of the fix out: the patched side must turn red"
@@ -105,13 +104,6 @@ def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:
 def call(options: argparse.Namespace, extra: list[str]) -> int:
     pack = find(options.pack)
     common.check(options)
-    if options.patch is not None and options.without is not None:
-        raise UserError("--without leaves out a part of the pack's own fix; it has no meaning beside --patch.")
-    if options.patch is not None:
-        overlay.read_diff(options.patch)
-    fix = transforms.load_fix(pack.fix) if pack.fix.is_file() and options.patch is None else {}
-    if options.without is not None:
-        overlay.drop(fix, options.without)
     if options.diff:
         options.releases = [*(options.releases or ()), options.diff]
     variant, given = _arguments(pack, options.variant, extra)
@@ -123,12 +115,13 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
         raise UserError("--record is for fixes on releases: the self-test and --without make no record.")
     if options.record:
         common.formatted([pack], out)
+    checkout = _checkout(pack, variant, options, out)
+    _fix(pack, options)
     results = options.results or (RESULTS if options.record else CACHE / "runs")
     review = options.patch is not None or options.without is not None
     if review:  # Verdicts on somebody's diff, or on a fix broken on purpose, are no record of the release.
         named = options.patch.stem if options.patch else f"without-{options.without}"
         results = results / "review" / overlay.plain_name(named)
-    checkout = _checkout(pack, variant, options, out)
     if checkout:  # Nor is what is no release at all.
         review, results = True, results / "review" / overlay.plain_name(checkout.name.split("-")[1])
     jobs = options.jobs or plans.default_jobs(lane)
@@ -223,6 +216,19 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
         common.complain(message)
     broken = [row for row in rows if row.verdict.outcome == "INFRA" and not row.as_expected]
     return common.USAGE if failures or broken else common.SURPRISE if surprising else common.OK
+
+
+def _fix(pack: Pack, options: argparse.Namespace) -> None:
+    """Look at what is to be applied before anything is run: mistakes in it are told at once."""
+    if options.patch is not None and options.without is not None:
+        raise UserError("--without leaves out a part of the pack's own fix; it has no meaning beside --patch.")
+    if options.patch is not None:
+        options.patch = sources.of_diff(options.patch, CACHE)
+        overlay.read_diff(options.patch)
+        return
+    fix = transforms.load_fix(pack.fix) if pack.fix.is_file() else {}
+    if options.without is not None:
+        overlay.drop(fix, options.without)
 
 
 def _with_commits(

@@ -12,6 +12,7 @@ import io
 import os
 import re
 import subprocess
+import sys
 import tarfile
 import zipfile
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 from common.errors import UserError
-from common.files import locked
+from common.files import locked, write_atomically
 from common.packs.pack import Pack
 
 
@@ -139,6 +140,29 @@ def pull_request(upstream: str, number: int, cache: Path) -> tuple[Path, str]:
             f"clone that has it: --source DIR --commit {ref}."
         )
     return place, _git(place, "rev-parse", ref).stdout.decode().strip()
+
+
+def of_diff(given: str, cache: Path) -> Path:
+    """The file of a diff that is given as a file, as an address (of a pull request or a commit on GitHub, too), or as "-"."""
+    if given != "-" and not re.match(r"https?://", given):
+        return Path(given)
+    if given == "-":
+        name, data = "stdin", sys.stdin.buffer.read()
+    else:
+        import requests  # which takes a moment, and is seldom wanted
+
+        page = re.fullmatch(r"(https://github\.com/[^/]+/[^/]+/(?:pull/\d+|commit/[0-9a-f]+))(?:/\w*)?", given)
+        try:
+            answer = requests.get(f"{page[1]}.diff" if page else given, timeout=60)
+            answer.raise_for_status()
+        except requests.RequestException as error:
+            raise UserError(
+                f"--patch {given} cannot be fetched ({type(error).__name__}): save the diff, and name the file."
+            ) from error
+        name, data = Path(page[1] if page else given).stem, answer.content
+    path = cache / "patches" / f"{re.sub(r'[^A-Za-z0-9._-]', '-', name)}-{hashlib.sha256(data).hexdigest()[:12]}.diff"
+    write_atomically(path, data)
+    return path
 
 
 #: Where upstreams keep their version, and how it is written there.
