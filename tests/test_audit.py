@@ -116,4 +116,61 @@ def test_kept_reviews_are_read_and_not_counted():
     kept = [path for folder in found for path in receipt.stored(folder)]
     assert kept and not set(kept) & set(receipt.stored(ROOT / "results"))
     assert all(not list(audit.regrade(path)) for path in kept)
-    assert all(receipt.read(path).facts.patch for path in kept if ".patched." in path.name)
+    diffs = [path for path in kept if ".patched." in path.name and "commits" not in path.parts]
+    assert diffs and all(receipt.read(path).facts.patch for path in diffs)
+
+
+def of_another_file(path, **digest):
+    document = json.loads(path.read_text())
+    document["subject"][0]["digest"] = digest
+    path.write_text(json.dumps(document))
+    return path
+
+
+def test_what_is_no_file_of_the_index_is_no_record(tmp_path, store, published):
+    """An installed release, a version that was never published, a wheel that somebody made: below review/ alone."""
+    installed = of_another_file(store(tmp_path), record_sha256="2" * 64)
+    unknown = store(tmp_path, version="0.8.99")
+    local = store(tmp_path, version="0.7.0+x.tree.y")
+    for path, said in (
+        (installed, "made of an installed release"),
+        (unknown, "the index has no liger-kernel 0.8.99"),
+        (local, "no release and no commit that pack09 names"),
+    ):
+        assert said in " ".join(audit.verify(path, published))
+        assert list(audit.verify(path, published, reviewed=True)) == []
+
+
+def test_an_installed_release_that_is_the_indexs_own_may_be_a_record(tmp_path, store, published):
+    """A GPU machine without an index: its RECORD is that of a run of the index's file."""
+    of_another_file(store(tmp_path, machine="gpu"), record_sha256="2" * 64)
+    other = store(tmp_path, machine="cpu")
+    document = json.loads(other.read_text())
+    record = {"name": "liger-kernel", "version": "0.7.0", "record_sha256": "2" * 64}
+    document["predicate"]["reproducer"]["environment"]["distributions"] = [record]
+    other.write_text(json.dumps(document))
+    path = tmp_path / "gpu/pack09/liger-kernel-0.7.0.unpatched.json"
+    assert list(audit.verify(path, published, known=audit.Known(results=tmp_path))) == []
+    record["record_sha256"] = "3" * 64
+    other.write_text(json.dumps(document))
+    assert list(audit.verify(path, published, known=audit.Known(results=tmp_path)))
+
+
+def test_a_parent_folder_called_review_excuses_nothing(cli, tmp_path, store):
+    store(tmp_path / "review" / "results", version="0.8.99")
+    done = cli("verify", "--results", tmp_path / "review" / "results")
+    assert "the index has no liger-kernel 0.8.99" in done.stdout or "is there a network" in done.stderr
+
+
+def test_a_record_is_what_record_makes_whatever_the_folder_is_called(cli, tmp_path):
+    info = tmp_path / "site" / "megatron_core-0.19.2.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: megatron-core\nVersion: 0.19.2\n")
+    (info / "RECORD").write_text("")
+    for words, said in (
+        (["--release-path", tmp_path / "site", "--results", "results"], "--record keeps what was seen of a release's own file"),
+        (["--variant", "d98e8a64dd", "--here"], "is commit d98e8a64dd and nothing else"),
+        (["--variant", "d98e8a64dd", "--wheel", "x.whl"], "is commit d98e8a64dd and nothing else"),
+    ):
+        done = cli("run", "pack29", *words, results=False)
+        assert (done.returncode, said in done.stderr) == (2, True), done.stderr

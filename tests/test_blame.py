@@ -1,14 +1,16 @@
 """Which spans are looked at, which commits are in them, and after which the verdict is another."""
 
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 
 from common import files
+from common.cli.blame import _Runner
 from common.errors import UserError
 from common.packs.pack import find
 from common.run import blame
-from common.run.blame import Commit, Span
+from common.run import plan as plans
 from common.store import history
 
 PACK = find("pack09")
@@ -49,65 +51,107 @@ def clone(tmp_path):
     return tmp_path
 
 
+def commit(clone, name):
+    return blame.commit(clone, name)
+
+
 def test_commits_are_those_after_the_first_that_touch_the_files(clone):
-    found = blame.commits(clone, Span(before="1.0.0", after="1.1"), ["a.py"])
-    assert [(commit.subject, commit.pull_request) for commit in found] == [("second (#22)", "22"), ("third", "")]
-    assert len(blame.commits(clone, Span(before="v1.0", after="HEAD"), ["."])) == 3
+    found = blame.commits(clone, commit(clone, "v1.0"), commit(clone, "v1.1"), ["a.py"])
+    assert [(each.subject, each.pull_request) for each in found] == [("second (#22)", "22"), ("third", "")]
+    assert len(blame.commits(clone, commit(clone, "v1.0"), commit(clone, "HEAD"), ["."])) == 3
 
 
-def test_a_release_without_a_tag_is_said(clone):
+def test_a_release_without_a_tag_is_said_and_a_branch_of_its_name_is_none(clone):
+    git(clone, "branch", "v3.0")
+    assert blame.tag(clone, "1.0.0") == "refs/tags/v1.0"
     with pytest.raises(UserError, match=r"has no tag of 3\.0: fetch its tags, or say --between"):
-        blame.ref(clone, "3.0")
+        blame.tag(clone, "3.0")
 
 
-def test_a_bug_that_came_twice_is_found_twice():
-    commits = [Commit(sha=str(i), day="", subject="") for i in range(6)]
-    shown = zip(commits, ("ABSENT", "REPRODUCED", "UNTESTABLE", "REPRODUCED", "ABSENT", "REPRODUCED"), strict=True)
-    found = [(commit.sha, before, after) for commit, before, after in blame.turns(shown, "ABSENT")]
-    assert found == [("1", "ABSENT", "REPRODUCED"), ("4", "REPRODUCED", "ABSENT"), ("5", "ABSENT", "REPRODUCED")]
+def test_a_range_the_wrong_way_round_is_said(clone):
+    with pytest.raises(UserError, match="name the older one first"):
+        blame.ends(clone, "v1.1", "v1.0")
+
+
+def found(clone, outcomes, before="v1.0", after="HEAD", paths=("a.py",)):
+    """What is told of commits that show ``outcomes``, by their first lines; all others show ABSENT."""
+
+    def shows(commits):
+        return {each.sha: outcomes.get(each.subject, "ABSENT") for each in commits}
+
+    return blame.search(clone, *blame.ends(clone, before, after), paths, ["."], shows)
+
+
+def named(found):
+    return [(turn.commit.subject, [each.subject for each in turn.suspects]) for turn in found.turns]
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("bad", "told"),
     [
-        (["--source", "nowhere"], "is not a folder"),
-        ([], "--source"),
-        (["--source", ".", "--between", "v1"], "give two commits, branches or tags"),
+        (["other"], ["other", "second (#22)"]),  # brought by a commit that touches another file
+        (["other", "second (#22)", "third"], ["other"]),
+        (["second (#22)", "third"], ["second (#22)"]),
+        (["second (#22)"], ["second (#22)", "third"]),
+        (["third"], ["third"]),
+        ([], []),
     ],
 )
-def test_mistakes_are_one_sentence(cli, words, said):
-    done = cli("blame", "pack09", *words)
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_commit_is_named_whose_own_parent_shows_what_was_there_before(clone, bad, told):
+    assert [name for name, _ in named(found(clone, dict.fromkeys(bad, "REPRODUCED")))] == told
 
 
-@pytest.mark.parametrize(
-    ("bad", "named"),
-    [
-        ({1}, ["other", "second (#22)"]),  # brought by a commit that touches another file
-        ({2, 3}, ["second (#22)"]),
-        ({2}, ["second (#22)", "third"]),
-        ({3}, ["third"]),
-        (set(), []),
-    ],
-)
-def test_a_commit_is_named_whose_own_parent_shows_what_was_there_before(clone, bad, named):
-    order = git(clone, "rev-list", "--reverse", "HEAD").split()
-
-    def shows(commits):
-        return {commit.sha: "REPRODUCED" if order.index(commit.sha) in bad else "ABSENT" for commit in commits}
-
-    found = blame.search(clone, Span(before="v1.0", after="HEAD"), ["a.py"], ["."], shows)
-    assert [commit.subject for commit, _, _ in found.turns] == named
+def test_commits_that_cannot_be_run_are_suspects(clone):
+    shown = {"other": "UNTESTABLE", "second (#22)": "UNTESTABLE", "third": "REPRODUCED"}
+    assert named(found(clone, shown)) == [("third", ["other", "second (#22)"])]
+    shown = {"first (#1)": "UNTESTABLE", "other": "REPRODUCED", "second (#22)": "REPRODUCED", "third": "REPRODUCED"}
+    assert named(found(clone, shown)) == [], "what cannot be run is no state to change from"
 
 
-def test_a_change_that_no_commit_to_the_file_made_is_found_elsewhere(clone):
-    order = git(clone, "rev-list", "--reverse", "HEAD").split()
+def branch(clone, name, at, *files):
+    git(clone, "checkout", "--quiet", "-b", name, at)
+    for file, subject in files:
+        (clone / file).write_text(subject)
+        git(clone, "add", "-A")
+        git(clone, "commit", "--quiet", "-m", subject)
 
-    def shows(commits):
-        return {commit.sha: ["ABSENT", "REPRODUCED", "REPRODUCED", "REPRODUCED"][order.index(commit.sha)] for commit in commits}
 
-    found = blame.search(clone, Span(before="v1.0", after="HEAD"), ["a.py"], ["."], shows)
-    assert [commit.subject for commit, _, _ in found.turns] == ["other"]
-    assert [commit.sha for commit in found.commits] == order
+def test_what_a_merge_brings_is_one_step_of_the_branch_that_it_is_on(clone):
+    main = git(clone, "branch", "--show-current")
+    branch(clone, "side", "v1.0", ("a.py", "a comment"))
+    git(clone, "checkout", "--quiet", main)
+    git(clone, "merge", "--quiet", "--strategy=ours", "-m", "Merge pull request #7 from side", "side")
+    (clone / "a.py").write_text("evil")
+    git(clone, "commit", "--quiet", "--amend", "-a", "--no-edit")
+    bad = dict.fromkeys(["first (#1)", "other", "second (#22)", "a comment"], "REPRODUCED")
+    assert named(found(clone, bad)) == [("third", [])], "the comment's branch is of an older state"
+    told = found(clone, {**bad, "third": "REPRODUCED"}).turns
+    assert [(turn.commit.subject, turn.commit.pull_request) for turn in told] == [("Merge pull request #7 from side", "7")]
+
+
+def test_a_release_branch_is_left_for_where_the_other_one_left_it(clone):
+    main = git(clone, "branch", "--show-current")
+    branch(clone, "release", "HEAD~1", ("a.py", "a fix of the release alone"))
+    start, _ = blame.ends(clone, "release", main)
+    assert start.subject == "second (#22)"
+    told = found(clone, dict.fromkeys(["first (#1)", "second (#22)", "third"], "REPRODUCED"), "release", main)
+    assert named(told) == []
+
+
+def test_a_shallow_clone_is_refused(clone, tmp_path, cli):
+    git(tmp_path, "clone", "--quiet", "--depth=1", f"file://{clone}", tmp_path / "shallow")
+    done = cli("blame", "pack09", "--source", tmp_path / "shallow")
+    assert (done.returncode, "is a shallow clone" in done.stderr) == (2, True)
+    done = cli("blame", "pack09", "--source", tmp_path / "nowhere")
+    assert (done.returncode, "is not a folder" in done.stderr) == (2, True)
+
+
+def test_runs_of_another_machine_or_lane_and_what_could_not_be_run_are_no_answer(clone, tmp_path, monkeypatch):
+    run = _Runner(plans.planned(PACK, "", "triton-interpreter", results=tmp_path, machine="here"), clone, 1, None, again=False)
+    seen = [("a", "here", "triton-interpreter"), ("b", "there", "triton-interpreter"), ("c", "here", "device")]
+    runs = [SimpleNamespace(version=v, machine=m, lane=lane, side="unpatched", stale=False) for v, m, lane in seen]
+    monkeypatch.setattr(history, "load", lambda *_: SimpleNamespace(runs=runs))
+    monkeypatch.setattr(blame, "outcome", lambda seen: "ABSENT")
+    for each in runs:
+        each.evidence = "interpreter"
+    assert run._known() == {"a": ("ABSENT", "interpreter")}

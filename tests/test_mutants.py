@@ -34,7 +34,9 @@ def test_a_poison_changes_what_is_returned(tmp_path, place, formula, returned):
     (tmp_path / "site" / "toy").mkdir(parents=True)
     (tmp_path / "site" / "toy" / "a.py").write_text(source)
     name = "A.f" if place or formula == "value" else "g"
-    fix = mutants.poisoned({"toy/a.py": [Transform("none", lambda text: text)]}, "toy/a.py", name, place, formula)
+    fix = mutants.poisoned(
+        {"toy/a.py": [Transform("none", lambda text: text, optional=True)]}, "toy/a.py", name, place, formula
+    )
     overlay.apply_fix(fix, tmp_path / "site", tmp_path / "overlay")
     spaces = {"__name__": "toy_a"}
     import sys
@@ -71,7 +73,6 @@ def test_a_mutant_that_is_not_noticed_is_a_survivor(tmp_path, monkeypatch):
     (folder / "mutants.toml").write_text(
         'release = "1.0"\n[[wrong]]\nname = "right by chance"\nedits = { "sum(xs)" = "2.0 * len(xs)" }\n'
     )
-    monkeypatch.setattr(mutants, "PACKS", packs)
     monkeypatch.setattr(mutants, "CACHE", tmp_path / "cache")
     found = mutants.run([load(folder)], jobs=1, done=lambda outcome: None)
     assert [(o.kind, o.killed) for o in found] == [("dropped", True), ("wrong fix", False)]

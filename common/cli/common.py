@@ -32,6 +32,12 @@ def called_from() -> Path:
     return Path(os.environ.get("REPRODUCER_CWD") or Path.cwd())
 
 
+def given(path: Path) -> Path:
+    """A path as the person gave it, who may stand elsewhere than the process."""
+    here = called_from()
+    return path if here == Path.cwd() else here / path
+
+
 def complain(sentence: str) -> None:
     report.console(stderr=True).print(Text(plain(sentence, None), "red"), soft_wrap=True)
 

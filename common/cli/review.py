@@ -11,7 +11,7 @@ from rich.text import Text
 from common.cli import common, report
 from common.errors import UserError
 from common.files import CACHE, write_atomically
-from common.install import environment, lanes, sources
+from common.install import checkouts, environment, lanes
 from common.install.releases import Release
 from common.packs.pack import find
 from common.publish import review
@@ -54,9 +54,11 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     jobs = options.jobs or min(plans.default_jobs(lanes.choose(pack)) for pack in about)
     tasks: list[Task] = []
     versions: list[str] = []
+    if not options.base or options.head == "":
+        raise UserError("--base and --head name commits: one of them is empty, a variable that is not set, perhaps?")
     for ref in (options.base, options.head):
         for pack in about:
-            wheel = sources.of_checkout(pack, options.source, ref, CACHE)
+            wheel = checkouts.wheel(pack, common.given(options.source), ref, CACHE)
             version = environment.read_wheel(wheel, pack.package)[1]
             versions.append(version)
             plan = plans.planned(

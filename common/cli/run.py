@@ -15,7 +15,7 @@ from common import transforms
 from common.cli import author, common, report
 from common.errors import UserError
 from common.files import CACHE, RESULTS, write_atomically
-from common.install import environment, lanes, releases, sources
+from common.install import checkouts, environment, lanes, releases, sources
 from common.install.releases import Release
 from common.packs.pack import Pack, find
 from common.run import overlay, pool, runner
@@ -104,6 +104,12 @@ def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:
 def call(options: argparse.Namespace, extra: list[str]) -> int:
     pack = find(options.pack)
     common.check(options)
+    for name in ("checkout", "source", "release_path", "results", "picture"):
+        if (path := getattr(options, name)) is not None:
+            setattr(options, name, common.given(path))
+    options.wheel = [common.given(wheel) for wheel in options.wheel or ()]
+    # What goes to results/ by that name is recorded as what --record puts there.
+    options.record = options.record or (options.results is not None and options.results.resolve().is_relative_to(RESULTS))
     if options.diff:
         options.releases = [*(options.releases or ()), options.diff]
     variant, given = _arguments(pack, options.variant, extra)
@@ -204,7 +210,7 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     parts += (
         [] if plan.checkout or options.propose else surprising or ([report.ending(rows, len(missing))] if not failures else [])
     )
-    if results != RESULTS and pack.kind != "selftest" and not (review or options.propose):
+    if results.resolve() != RESULTS and pack.kind != "selftest" and not (review or options.propose):
         parts += report.compared(rows, history.load(RESULTS, [pack]))
     for part in parts:
         out.print(part)
@@ -223,7 +229,7 @@ def _fix(pack: Pack, options: argparse.Namespace) -> None:
     if options.patch is not None and options.without is not None:
         raise UserError("--without leaves out a part of the pack's own fix; it has no meaning beside --patch.")
     if options.patch is not None:
-        options.patch = sources.of_diff(options.patch, CACHE)
+        options.patch = common.given(sources.of_diff(options.patch, CACHE))
         overlay.read_diff(options.patch)
         return
     fix = transforms.load_fix(pack.fix) if pack.fix.is_file() else {}
@@ -275,28 +281,36 @@ def _checkout(pack: Pack, variant: str, options: argparse.Namespace, out: Consol
     if not asked:
         return None
     own = pack.variants.get(variant)
-    for other, given in (("--patch", options.patch), ("--without", options.without), ("--here", options.here or None)):
-        if given is not None:
-            raise UserError(f"--{asked[0]} runs what it names as it is; it has no meaning beside {other}.")
+    for other in ("patch", "without", "here", "propose", "debug", "diff"):
+        if getattr(options, other):
+            raise UserError(f"--{asked[0]} runs what it names as it is; it has no meaning beside --{other}.")
+    if options.commit == "":
+        raise UserError("--commit was given without a name: a variable that is not set, perhaps?")
     if own and own.source:
         raise UserError(f"The variant {variant} is a commit itself; --{asked[0]} names another.")
     if pack.as_files or pack.kind == "selftest":
-        raise UserError(f"{pack.name} runs files of its own making, not a checkout of {pack.upstream}.")
-    if options.commit and options.source is None:
-        raise UserError(f"--commit {options.commit} is a commit of which clone of {pack.upstream}? Name it with --source DIR.")
+        raise UserError(f"{pack.name} runs files of its own making, not a checkout of {pack.repository}.")
+    if options.commit is not None and options.source is None:
+        raise UserError(
+            f"--commit {options.commit} is a commit of which clone of {pack.repository}? Name it with --source DIR."
+        )
     if options.pr is not None and options.source is None:
-        with report.waiting(f"{pack.name}: fetching pull request {options.pr} of {pack.upstream}", out):
-            source, commit = sources.pull_request(pack.upstream, options.pr, CACHE)
-        return sources.of_checkout(pack, source, commit, CACHE)
-    ref = options.commit or (f"refs/pull/{options.pr}/head" if options.pr is not None else None)
-    return sources.of_checkout(pack, options.checkout or options.source, ref, CACHE)
+        with report.waiting(f"{pack.name}: fetching pull request {options.pr} of {pack.repository}", out):
+            source, commit = sources.pull_request(pack.repository, options.pr, CACHE)
+        return checkouts.wheel(pack, source, commit, CACHE)
+    ref = f"refs/pull/{options.pr}/head" if options.pr is not None else options.commit
+    return checkouts.wheel(pack, options.checkout or options.source, ref, CACHE)
 
 
 def _wheels(pack: Pack, variant: str, options: argparse.Namespace, out: Console) -> dict[str, Path]:
     """The files that are given in place of the index's, by version."""
     own = pack.variants.get(variant)
-    given = list(options.wheel or ())
-    if own and own.source and not given and not options.here:
+    given = list(options.wheel)
+    if own and own.source and (given or options.here or options.release_path):
+        raise UserError(
+            f"The variant {variant} is commit {own.source[:10]} and nothing else: --source DIR names a clone that has it."
+        )
+    if own and own.source:
         with report.waiting(f"{pack.name}: looking for commit {own.source[:10]} of {pack.upstream}", out):
             given = [sources.wheel(pack, variant, options.source, CACHE)]
     elif options.source and (variant or not pack.pinned_commits()):

@@ -84,7 +84,9 @@ class Pack:
     package: str
     #: The package's import name, where it is not its name on the index with underscores (python-dateutil: "dateutil").
     imports: str
+    #: Where the bug is tracked, and what the package is built from, which is another repository for few packs.
     upstream: str
+    repository: str
     kind: str
     #: To whom, in a line, for `nox -s check`; and what they can do about it on an affected release.
     matters: str
@@ -314,6 +316,7 @@ class _Toml(Struct, forbid_unknown_fields=True, kw_only=True):
     package: str
     imports: Annotated[str, like(r"[A-Za-z_][A-Za-z0-9_]*")] | None = None
     upstream: str
+    repository: str | None = None
     kind: Kind
     #: To whom, in a line, for `nox -s check`; and what they can do about it on an affected release.
     matters: str = ""
@@ -354,7 +357,16 @@ def _pack(folder: Path, told: _Toml) -> Pack:
         for key, value in told.expected.items()
     )
     imports = told.imports or told.package.replace("-", "_").replace(".", "_")
-    pack = Pack(**{**given, "folder": folder, "expected": expected, "python": python, "imports": imports})
+    pack = Pack(
+        **{
+            **given,
+            "folder": folder,
+            "expected": expected,
+            "python": python,
+            "imports": imports,
+            "repository": told.repository or told.upstream,
+        }
+    )
     for key, listed in (
         ("requires", told.requires),
         ("beside", told.beside),

@@ -15,13 +15,13 @@ from packaging.version import Version
 
 from common import transforms
 from common.errors import UserError
-from common.install import sources
+from common.install import checkouts
 from common.packs.pack import Pack
 from common.store import history
 from common.store.history import Seen
 
 #: What says nothing of a commit, so that it is passed over.
-_UNTOLD = ("UNTESTABLE", "INFRA", "ERROR")
+UNTOLD = ("UNTESTABLE", "INFRA", "ERROR")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +46,16 @@ class Commit:
         """The number in the first line of a squashed or merged pull request; empty where it has none."""
         found = re.search(r"\(#(\d+)\)\s*$|^Merge pull request #(\d+) ", self.subject)
         return next(filter(None, found.groups()), "") if found else ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """A commit after which the outcome is another, and those before it that could not be run and may be it as well."""
+
+    commit: Commit
+    before: str
+    after: str
+    suspects: tuple[Commit, ...] = ()
 
 
 def outcome(seen: Seen) -> str:
@@ -77,71 +87,93 @@ def files(pack: Pack, runs: Iterable[Seen]) -> list[str]:
     return sorted(f"{pack.prefix}{name}" for name in {*named, *fixed})
 
 
-def ref(clone: Path, name: str) -> str:
-    """What the clone calls a release, or a ref as it was given."""
-    short = name.removesuffix(".0")
-    for each in (f"v{name}", name, f"core_v{name}", f"core_r{name}", f"v{short}", f"release_v{short}"):
-        if sources.has(clone, each):
-            return each
-    raise UserError(f"{clone} has no tag of {name}: fetch its tags, or say --between REF..REF.")
+def tag(clone: Path, release: str) -> str:
+    """The clone's tag of a release. A branch of that name may hold something else than was released."""
+    short = release.removesuffix(".0")
+    for each in (f"v{release}", release, f"core_v{release}", f"core_r{release}", f"v{short}", f"release_v{short}"):
+        if checkouts.has(clone, f"refs/tags/{each}"):
+            return f"refs/tags/{each}"
+    raise UserError(f"{clone} has no tag of {release}: fetch its tags, or say --between REF..REF.")
 
 
-def commits(clone: Path, span: Span, paths: Iterable[str]) -> list[Commit]:
+def commit(clone: Path, name: str) -> Commit:
+    sha, day, subject = checkouts.log(clone, "--no-walk", name)[0]
+    return Commit(sha=sha, day=day, subject=subject)
+
+
+def ends(clone: Path, before: str, after: str) -> tuple[Commit, Commit]:
+    """Where to begin and to end: two commits of one line of history. Of two branches, where the second left the first."""
+    first, last = commit(clone, before), commit(clone, after)
+    base = checkouts.git(clone, "merge-base", first.sha, last.sha).stdout.decode().strip()
+    if not base:
+        raise UserError(f"{before} and {after} have no history in common in {clone}.")
+    if base == last.sha:
+        raise UserError(f"{after} is no later than {before}: name the older one first.")
+    return first if base == first.sha else commit(clone, base), last
+
+
+def commits(clone: Path, start: Commit, end: Commit, paths: Iterable[str]) -> list[Commit]:
     """Commits after the first and up to the last that touch one of ``paths``, oldest first.
 
     They follow first parents, so that each is the next state of one branch; what a merge brings is one step.
     """
-    said = sources.log(clone, "--first-parent", f"{ref(clone, span.before)}..{ref(clone, span.after)}", "--", *paths)
+    said = checkouts.log(clone, "--first-parent", f"{start.sha}..{end.sha}", "--", *paths)
     return [Commit(sha=sha, day=day, subject=subject) for sha, day, subject in said]
 
 
-def turns(shown: Iterable[tuple[Commit, str]], before: str) -> Iterator[tuple[Commit, str, str]]:
-    """Commits whose outcome is another than that of the one before; what cannot be tested is passed over."""
-    for commit, after in shown:
-        if after in _UNTOLD:
+def turns(shown: Iterable[tuple[Commit, str]], before: str) -> Iterator[Turn]:
+    """Commits whose outcome is another than that of the one before; what cannot be run is passed over, and suspected."""
+    suspects: list[Commit] = []
+    for each, after in shown:
+        if after in UNTOLD:
+            suspects.append(each)
             continue
         if before and after != before:
-            yield commit, before, after
-        before = after
+            yield Turn(commit=each, before=before, after=after, suspects=tuple(suspects))
+        before, suspects = after, []
+
+
+def _parent(clone: Path, of: Commit) -> list[Commit]:
+    """The first parent, which the first commit of all has not."""
+    return [commit(clone, f"{of.sha}^")] if checkouts.has(clone, f"{of.sha}^") else []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """What was run between two refs, oldest first, what each commit shows, and those after which that is another."""
+    """What was run between two commits, oldest first, what each shows, and those after which that is another."""
 
     commits: list[Commit]
     outcomes: dict[str, str]
-    turns: list[tuple[Commit, str, str]]
+    turns: list[Turn]
 
 
 def search(
-    clone: Path, span: Span, paths: Iterable[str], folders: Iterable[str], shows: Callable[[list[Commit]], dict[str, str]]
+    clone: Path,
+    start: Commit,
+    end: Commit,
+    paths: Iterable[str],
+    folders: Iterable[str],
+    shows: Callable[[list[Commit]], dict[str, str]],
 ) -> Found:
-    """Find the commits between two refs after which the verdict is another; ``shows`` runs commits and gives their outcomes.
+    """Find the commits of one line of history after which the verdict is another; ``shows`` runs commits and gives their outcomes.
 
     Run are those that touch ``paths``, and the parent of each, so that a change that came from elsewhere is not laid at their door:
     where two neighbours differ and one is not the other's parent, all commits between them that touch ``folders`` are run.
     """
-    listed = [_commit(clone, ref(clone, span.before))]
-    for commit in commits(clone, span, paths):
-        parent = f"{commit.sha}^"  # which the first of all has not
-        listed += [*([_commit(clone, parent)] if sources.has(clone, parent) else []), commit]
-    listed = list(dict.fromkeys([*listed, _commit(clone, ref(clone, span.after))]))
+    listed = [start]
+    for each in commits(clone, start, end, paths):
+        listed += [*_parent(clone, each), each]
+    listed = list(dict.fromkeys([*listed, end]))
     shown = dict(shows(listed))
-    told = [commit for commit in listed if shown[commit.sha] not in _UNTOLD]
-    found: list[tuple[Commit, str, str]] = []
+    told = [each for each in listed if shown[each.sha] not in UNTOLD]
+    found: list[Turn] = []
     for before, after in pairwise(told):
         if shown[before.sha] == shown[after.sha]:
             continue
         more = [after]
-        if not sources.has(clone, f"{after.sha}^") or _commit(clone, f"{after.sha}^") != before:
-            more = list(dict.fromkeys([*commits(clone, Span(before=before.sha, after=after.sha), folders), after]))
+        if _parent(clone, after) != [before]:
+            more = list(dict.fromkeys([*commits(clone, before, after, folders), after]))
             shown |= shows(more)
             listed[listed.index(before) + 1 : listed.index(after) + 1] = more
-        found += turns([(commit, shown[commit.sha]) for commit in more], shown[before.sha])
+        found += turns([(each, shown[each.sha]) for each in more], shown[before.sha])
     return Found(commits=listed, outcomes=shown, turns=found)
-
-
-def _commit(clone: Path, name: str) -> Commit:
-    sha, day, subject = sources.log(clone, "--no-walk", name)[0]
-    return Commit(sha=sha, day=day, subject=subject)

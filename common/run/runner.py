@@ -509,7 +509,8 @@ def _subject(plan: Plan, release: Release, cell: Cell, there: Environment | None
     if own is not None and own.source:
         uri = f"pkg:github/{plan.pack.upstream.lower()}@{own.source}"
     if plan.checkout:
-        uri = f"pkg:github/{plan.pack.upstream.lower()}@{cell.version.partition('+')[2]}"
+        local = cell.version.partition("+")[2].removeprefix("git.g")
+        uri = f"pkg:github/{plan.pack.repository.lower()}@{local}"
     return receipt.Subject(name=file or f"{cell.dist}-{cell.version}", uri=uri, digest=digest)
 
 

@@ -6,7 +6,7 @@ Nothing is run and nothing is changed.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -111,23 +111,69 @@ class Published:
             self.warnings += [warning] if warning else []
         return self._known[package].get(version, ())
 
+    def answered(self, package: str) -> bool:
+        self.sha256(package, "")
+        return bool(self._known[package])
 
-def verify(path: Path, published: Published) -> Iterator[str]:
-    """What is wrong with one receipt: schema, log and all that follows from it, file name, the wheel's hash, anything private."""
+
+class Known:
+    """What a record may rest on besides a file of the index: commits that packs name, by pack and variant, and other records."""
+
+    def __init__(self, commits: Mapping[tuple[str, str], str] | None = None, results: Path | None = None) -> None:
+        self.commits, self.results = commits or {}, results
+        self._installed: dict[tuple[str, str], set[str]] | None = None
+
+    def installed(self, published: Published) -> Mapping[tuple[str, str], set[str]]:
+        """What the RECORD of each release says, as records of runs of the index's own file have it."""
+        if self._installed is None:
+            self._installed = {}
+            for path in receipt.stored(self.results) if self.results else ():
+                with suppress(UserError):
+                    document = receipt.read(path)
+                    cell = document.cell
+                    if document.subject[0].digest.sha256 in published.sha256(cell.dist, cell.version):
+                        records = (d for d in document.facts.environment.distributions if d.name == cell.dist)
+                        self._installed.setdefault((cell.dist, cell.version), set()).update(d.record_sha256 for d in records)
+        return self._installed
+
+
+def verify(path: Path, published: Published, *, reviewed: bool = False, known: Known | None = None) -> Iterator[str]:
+    """What is wrong with one receipt: schema, log and all that follows from it, file name, the wheel's hash, anything private.
+
+    ``reviewed`` is of somebody's diff or checkout, and so no record of a release.
+    """
     document = receipt.read(path)
     log = receipt.read_log(path, document)
     receipt.check_place(path, document)
     yield from _follows(path, document, log)
     cell, digest = document.cell, document.subject[0].digest.sha256
-    wanted = published.sha256(cell.dist, cell.version)
-    if digest and wanted and digest not in wanted:
+    if not reviewed:
+        yield from _recorded(document, known or Known(), published)
+    elif digest and (wanted := published.sha256(cell.dist, cell.version)) and digest not in wanted:
         yield f"its subject has sha256 {digest[:12]}…, and the index publishes {wanted[0][:12]}… for {cell.dist} {cell.version}"
-    if "+" in cell.version and ".tree." not in cell.version and "review" not in path.parts:
-        yield f"{cell.version} is no release and no commit of a pack's: its place is below review/"
     scrub = Scrubber()
     for name, text in (("receipt", path.read_text(encoding="utf-8")), ("log", log)):
         if PRIVATE.search(text) or scrub(text) != text:
             yield f"its {name} holds something private"
+
+
+def _recorded(document: Receipt, known: Known, published: Published) -> Iterator[str]:
+    """Whether a record is of a file that the index has, or of a commit that its pack names."""
+    cell, digest = document.cell, document.subject[0].digest
+    commit = known.commits.get((cell.pack, cell.variant), "")
+    if commit or "+" in cell.version:
+        if not (commit and re.fullmatch(rf"0\+git\.{commit[:10]}\.tree\.[0-9a-f]{{10}}", cell.version)):
+            yield f"{cell.version} is no release and no commit that {cell.pack} names: its place is below review/"
+        return
+    wanted = published.sha256(cell.dist, cell.version)
+    if not wanted:
+        if published.answered(cell.dist):
+            yield f"the index has no {cell.dist} {cell.version}"
+    elif not digest.sha256:
+        if digest.record_sha256 not in known.installed(published).get((cell.dist, cell.version), ()):
+            yield "it was made of an installed release, and no record of the index's own file installed the same"
+    elif digest.sha256 not in wanted:
+        yield f"its subject has sha256 {digest.sha256[:12]}…, and the index publishes {wanted[0][:12]}… for {cell.dist} {cell.version}"
 
 
 def problems(results: Path, paths: Iterable[Path], look: Callable[[Path], Iterable[str]]) -> Iterator[tuple[Path, list[str]]]:
