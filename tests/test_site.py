@@ -1,5 +1,6 @@
 """The site opens from disk, leads nowhere that is not there, and can be used with a keyboard, a screen reader and any screen."""
 
+import html
 import json
 import re
 import shutil
@@ -49,6 +50,36 @@ class Page(HTMLParser):
         given = dict(attributes)
         self.links += [given[name] for name in ("href", "src") if given.get(name)]
         self.ids += [given["id"]] if "id" in given else []
+
+
+class Stops(HTMLParser):
+    """How many places the Tab key stops at: what lies in a closed <details> is none."""
+
+    count = closed = 0
+
+    def handle_starttag(self, tag, attributes):
+        told = dict(attributes)
+        self.closed += tag == "details"
+        reached = tag in ("a", "select", "input", "button", "summary") or told.get("tabindex") == "0"
+        if reached and told.get("tabindex") != "-1" and (not self.closed or tag == "summary"):
+            self.count += 1
+
+    def handle_endtag(self, tag):
+        self.closed -= tag == "details"
+
+
+def test_a_cell_says_why_and_a_release_when(built):
+    text = (built / "upstream-liger-kernel.html").read_text()
+    assert "bug there, cured by the fix, evidence" in text or "bug there, evidence" in text
+    why = PACK.expectation("0.7.0").why
+    assert why in html.unescape(text)
+    assert why in html.unescape((built / "release-liger-kernel-0.7.0.html").read_text())
+
+
+def test_a_bug_that_is_in_no_release_leads_with_its_commit(tmp_path):
+    pack = find("pack10")
+    pages = dict(site._pages([pack], history.load(ROOT / "results", [pack]), None))
+    assert "In no release; seen at d48bd6be0a" in pages["pack10.html"]
 
 
 def test_every_link_leads_to_a_page_that_is_there(built):
@@ -142,6 +173,13 @@ def test_the_command(cli, tmp_path):
     assert re.search(r"^\d+ pages\. Open ", done.stdout, re.MULTILINE)
     for pack in all_packs():
         assert (tmp_path / "site" / f"{pack.name}.html").is_file() == (pack.kind != "selftest")
+    stops = Stops()
+    stops.feed((tmp_path / "site" / "index.html").read_text())
+    assert 40 < stops.count < 100, "one for each row, not one for each cell"
+    for name in ("index", "pack09", "upstream-liger-kernel", "release-liger-kernel-0.8.5"):
+        text = (tmp_path / "site" / f"{name}.html").read_text()
+        for said in ("description", "og:title", "og:description"):
+            assert re.search(rf'<meta (?:name|property)="{said}" content="[^"\n]{{20,}}">', text), (name, said)
     page = (tmp_path / "site" / "pack09.html").read_text()
     links = re.findall(r'href="(receipts/linux-x86_64-cpu/pack09/[^"]+)"', page)
     assert {link.rpartition(".")[2] for link in links} == {"json", "txt"}
@@ -237,7 +275,11 @@ def test_filters_narrow_the_overview_and_stay_in_the_address(visit):
     assert page.get_by_role("heading", name="liger-kernel", exact=True).count() == 0
     page.reload()
     assert shown.count() == 1, "the address keeps the choice"
-    page.get_by_label("Text").fill("nothing is called so")
+    search = page.get_by_label("Pack, package, release, issue")
+    for words in ("liger_kernel", "0.8.5", "https://github.com/linkedin/Liger-Kernel/issues/968", "liger-kernel#968 none"):
+        search.fill(words)
+        assert shown.count() == 1, words
+    search.fill("nothing is called so")
     assert shown.count() == 0
     assert page.get_by_text("No pack is like that.").is_visible()
     page.get_by_role("button", name="Show all").click()

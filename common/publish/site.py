@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -17,12 +17,14 @@ import msgspec
 from markupsafe import Markup
 
 from common.errors import UserError, writing
+from common.files import CACHE
+from common.install import releases
 from common.packs.pack import Pack
 from common.publish import pins, plot, timeline
 from common.publish.attach import lead, section
 from common.store import history
 from common.store.cell import order
-from common.store.grade import EVIDENCE, strength
+from common.store.grade import EVIDENCE
 from common.store.history import History, Seen, best, strongest
 
 TEMPLATES = Path(__file__).parent / "templates" / "site"
@@ -42,6 +44,20 @@ _SAID = {
 }
 
 
+#: Sign, colour and meaning of what stands in a cell.
+_KEY = (
+    ("●", "reproduced", "the bug is there"),
+    ("●→○", "reproduced", "and the pack's fix cures it"),
+    ("○", "absent", "it is not there"),
+    ("~", "changed", "something else happens"),
+    ("?", "untestable", "it cannot be told"),
+    ("≈", "", "its runs differ"),
+    ("S I C E D", "", "evidence: source, interpreter, codegen, emulated, device"),
+    ("( )", "", "stale: the script or the fix has changed since"),
+    ("blank", "", "never run"),
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawn:
     """A cell of a matrix: what is seen and what is read out."""
@@ -50,6 +66,8 @@ class Drawn:
     label: str
     kind: str
     stale: bool
+    said: str
+    why: str
 
 
 def build(
@@ -142,7 +160,7 @@ def _renderer(about: Mapping[str, Sequence[Pack]], stored: History, base_url: st
     )
     environment.globals.update(
         packages=list(about),
-        legend=timeline.LEGEND,
+        key_of_cells=_KEY,
         count=len(stored.runs),
         newest=max((seen.started for seen in stored.runs), default=""),
         base_url=base_url.rstrip("/") if base_url else None,
@@ -167,15 +185,27 @@ def _drawn(pack: Pack, version: str, sides: Mapping[str, Sequence[Seen]]) -> Dra
     seen = best(sides.get("unpatched", ()))
     if seen is None:
         return None
-    label = f"{pack.name}, {seen.cell.dist} {version}: {_SAID.get(seen.outcome, seen.outcome)}"
-    label += ", cured by the fix" if history.cured(seen, sides) else ""
-    label += "" if seen.evidence == "none" else f", evidence {seen.evidence}"
+    said = _SAID.get(seen.outcome, seen.outcome)
+    said += ", cured by the fix" if history.cured(seen, sides) else ""
+    said += "" if seen.evidence == "none" else f", evidence {seen.evidence}"
+    said += ", stale" if seen.stale else ""
+    why = _why(pack, seen)
     return Drawn(
         text=timeline.glyph(sides),
-        label=label + (", stale" if seen.stale else ""),
+        label=f"{pack.name}, {seen.cell.dist} {version}: {said}: {why}",
         kind=seen.outcome.lower(),
         stale=seen.stale,
+        said=said,
+        why=why,
     )
+
+
+def _why(pack: Pack, seen: Seen) -> str:
+    """The reason that the pack gives for what it expects of a release, or else that of the verdict."""
+    expectation = pack.expectation(seen.version)
+    if expectation and seen.verdict.meets(expectation.verdict):
+        return expectation.why
+    return seen.verdict.reason or "not as its pack expects"
 
 
 def _overview(
@@ -200,6 +230,7 @@ def _overview(
                     "evidence": strongest(stored.of(pack.name, package)).partition(":")[0],
                     "newest": _SAID.get(newest.outcome, newest.outcome) if newest else "",
                     "cells": [_drawn(pack, version, found.get(version, {})) for version in shown],
+                    "text": _searched(pack, package, found),
                 }
             )
         groups.append(
@@ -230,6 +261,25 @@ def _overview(
     )
 
 
+def _searched(pack: Pack, package: str, versions: Iterable[str]) -> str:
+    """All that a pack is found by: names of the package, releases, and threads as they are written and as addresses."""
+    words = [
+        pack.name,
+        pack.title,
+        package,
+        pack.imports,
+        pack.upstream,
+        pack.kind,
+        pack.matters,
+        *versions,
+        *pack.fixed.values(),
+    ]
+    for thread in pack.threads:
+        name, _, number = thread.partition("#")
+        words += [thread, *(f"https://github.com/{name}/{kind}/{number}" for kind in ("issues", "pull") if number)]
+    return " ".join(words).lower()
+
+
 def _versions(
     package: str, packs: Sequence[Pack], matrix: Mapping[tuple[str, str], dict[str, dict[str, list[Seen]]]]
 ) -> list[str]:
@@ -245,9 +295,15 @@ def _upstream(
     render: Any,
 ) -> Iterator[tuple[str, str]]:
     said = {release.version: pins.state(release) for release in advice.releases}
+    released = _released(package)
     versions = _versions(package, packs, matrix)
     rows = [
-        (version, [_drawn(pack, version, matrix[pack.name, package].get(version, {})) for pack in packs], said.get(version, ""))
+        (
+            version,
+            [_drawn(pack, version, matrix[pack.name, package].get(version, {})) for pack in packs],
+            said.get(version, ""),
+            released.get(version, ""),
+        )
         for version in versions
     ]
     page = upstream_page(package)
@@ -267,13 +323,27 @@ def _upstream(
                 page,
                 package=package,
                 version=version,
-                packs=[pack for pack in packs if version in matrix[pack.name, package]],
+                packs=[
+                    (pack, _drawn(pack, version, matrix[pack.name, package][version]))
+                    for pack in packs
+                    if version in matrix[pack.name, package]
+                ],
                 runs=runs,
+                released=released.get(version, ""),
                 said=said.get(version) or "not told",
                 older=versions[i + 1] if i + 1 < len(versions) else None,
                 newer=versions[i - 1] if i else None,
             ),
         )
+
+
+def _released(package: str) -> dict[str, str]:
+    """The day of each release and whether it was yanked since, as the index has it; nothing where it does not answer."""
+    try:
+        known, _ = releases.releases(package, CACHE)
+    except UserError:
+        return {}
+    return {r.version: (r.uploaded or "")[:10] + (" (yanked)" if r.yanked else "") for r in known}
 
 
 def _pack(
@@ -292,7 +362,8 @@ def _pack(
             (seen for sides in reversed(matrix[pack.name, package].values()) if (seen := best(sides.get("unpatched", ())))),
             None,
         )
-        wrong = [seen for seen in runs if seen.side == "unpatched" and seen.outcome == "REPRODUCED"]
+        affected = ", ".join(s.first if s.first == s.last else f"{s.first} – {s.last}" for s in history.stretches(runs))
+        commits = list(_commits(pack, every))
         plots = []
         for machine, there in stored.by_machine(pack.name, package).items():
             if svg := plot.errors(there, f"{pack.name}, {package}, {machine}"):
@@ -311,17 +382,16 @@ def _pack(
         parts.append(
             {
                 "package": package,
-                "newest": newest,
-                "status": _status(pack, newest),
+                "kind": newest.outcome.lower() if newest and (affected or not commits) else "reproduced" if commits else "",
+                "status": _status(pack, newest) if affected or not commits else f"In no release; seen at {commits[0]}.",
                 "summary": timeline.summary(pack, runs),
-                "first": min(wrong, key=lambda seen: order(seen.version), default=None),
-                "last": max(wrong, key=lambda seen: (order(seen.version), strength(seen.evidence)), default=None),
-                "evidence": timeline.evidence_of(runs) or strongest(runs),
+                "affected": affected,
+                "evidence": timeline.evidence_of(runs) or strongest(every),
                 "variants": sorted(
                     (seen for seen in every if seen.cell.variant),
                     key=lambda seen: (seen.cell.variant, order(seen.version), seen.machine, seen.side == "patched"),
                 ),
-                "commits": list(_commits(pack, every)),
+                "commits": commits,
                 "plots": plots,
                 "runs": sorted(
                     runs, key=lambda seen: (order(seen.version), seen.machine, seen.side != "patched"), reverse=True
@@ -340,9 +410,30 @@ def _pack(
             commit_url=timeline.commit_url(pack),
             script=pack.script.read_text(encoding="utf-8"),
             lead=_lead(pack),
+            fixes=pack.fix.is_file(),
+            diffs=list(_diffs(pack, stored)),
             sections=list(_sections(pack, base_url)),
         ),
     )
+
+
+def _diffs(pack: Pack, stored: History) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """The fix's diff of the newest release that it cures, by lines and their kinds, where it was made on this machine."""
+    cured = [
+        s
+        for s in stored.of(pack.name, pack.package)
+        if s.side == "patched" and s.outcome == "ABSENT" and s.patch and not s.stale
+    ]
+    for seen in sorted(cured, key=lambda seen: order(seen.version))[-1:]:
+        kept = CACHE / "diffs" / f"{seen.patch[1] if seen.patch else ''}.diff"
+        if kept.is_file():
+            lines = kept.read_text(encoding="utf-8").splitlines()
+            yield f"{seen.cell.dist} {seen.version}", [(_line_kind(line), line) for line in lines]
+
+
+def _line_kind(line: str) -> str:
+    kinds = {"+++": "file", "---": "file", "@@": "at", "+": "add", "-": "del"}
+    return next((kind for sign, kind in kinds.items() if line.startswith(sign)), "same")
 
 
 def _commits(pack: Pack, runs: Sequence[Seen]) -> Iterator[str]:

@@ -8,7 +8,9 @@ function apply() {
   let shown = 0;
   for (const row of rows) {
     const fits = wanted.every(([name, value]) =>
-      name === "text" ? row.dataset.text.includes(value.toLowerCase()) : row.dataset[name] === value);
+      name === "text"
+        ? value.toLowerCase().split(/\s+/).every((word) => row.dataset.text.includes(word))
+        : row.dataset[name] === value);
     row.hidden = !fits;
     shown += fits;
   }
