@@ -157,6 +157,11 @@ def test_the_committed_records_advise_one_exact_version_or_say_why_not():
                 assert str(found.verdict) in ("ABSENT", "UNTESTABLE: no-api")
     tilelang = pins.advise("tilelang", packs, stored, only={"pack21"})
     assert (tilelang.pin, tilelang.goes_with) == ("0.1.12", ["apache-tvm-ffi==0.1.11"])
+    # Advice is joint where one package compiles another's kernels: pack31 runs mamba-ssm's beside tilelang.
+    both = {package: pins.advise(package, packs, stored, only={"pack31"}).goes_with for package in ("tilelang", "mamba-ssm")}
+    assert both["tilelang"] == ["apache-tvm-ffi==0.1.11", "mamba-ssm==2.3.2.post1"]
+    assert both["mamba-ssm"] == ["tilelang==0.1.12", "apache-tvm-ffi==0.1.11"]
+    assert "tilelang==0.1.12" in "\n".join(pins.text(pins.advise("mamba-ssm", packs, stored)))
 
 
 def test_a_pre_release_is_advised_only_where_there_is_no_other():

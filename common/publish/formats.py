@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -92,8 +93,9 @@ def _location(stack: Stack, finding: Finding) -> dict[str, Any]:
         return {"logicalLocations": [{"name": finding.package, "kind": "module"}], "message": {"text": stack.place}}
     name, line = stack.lines[finding.package]
     place = Path(name)
-    if place.is_absolute() and place.is_relative_to(Path.cwd()):
-        place = place.relative_to(Path.cwd())
+    here = Path(os.environ.get("REPRODUCER_CWD") or Path.cwd())  # under nox the process stands elsewhere
+    if place.is_absolute() and place.is_relative_to(here):
+        place = place.relative_to(here)
     return {"physicalLocation": {"artifactLocation": {"uri": place.as_posix()}, "region": {"startLine": line}}}
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
+from packaging.requirements import Requirement
+
 from common.packs.pack import Pack
 from common.store import history
 from common.store.cell import order
@@ -30,7 +32,7 @@ class Advice:
     """``pin`` is the newest release that every pack found right, or without the API that its bug is in; None where there is none.
 
     ``reasons`` says of each pack what was seen of the pin, at which level and when; ``goes_with`` are requirements that the pin
-    was run with and does not import without. ``releases``: newest first.
+    was run with, and what packs about other packages advise that run this one beside them. ``releases``: newest first.
     """
 
     package: str
@@ -95,6 +97,7 @@ def advise(
     written: a release that shows it is not wrong. ``only`` names the packs whose bugs matter.
     ``offered`` maps each release on the index to whether it was yanked; without it the index is not gone by.
     """
+    packs = list(packs)
     about = [pack for pack in packs if package in (pack.package, pack.nightly) and pack.kind != "refactor"]
     about = [pack for pack in about if only is None or pack.name in only]
     verdicts: dict[str, dict[str, history.Seen]] = {}
@@ -116,6 +119,8 @@ def advise(
         for name, seen in verdicts.get(pin or "", {}).items()
     ]
     with_it = [each for pack in about for each in pack.at(pin).requires if each not in pack.requires] if pin else []
+    with_it += [each for pack in about for each in pack.beside] if pin else []
+    with_it += _together(package, packs, stored)
     return Advice(
         package=package,
         pin=pin,
@@ -124,6 +129,16 @@ def advise(
         reasons=reasons,
         goes_with=[each for each in dict.fromkeys(with_it) if "==" in each],
     )
+
+
+def _together(package: str, packs: Iterable[Pack], stored: History) -> Iterator[str]:
+    """What other packages' packs that run this one beside them advise: its kernels are compiled by them, say."""
+    for pack in packs:
+        if package != pack.package and package in [Requirement(each).name for each in pack.beside]:
+            other = advise(pack.package, [pack], stored)
+            if other.pin:
+                yield f"{pack.package}=={other.pin}"
+                yield from (each for each in other.goes_with if Requirement(each).name != package)
 
 
 def _verdicts(
@@ -160,6 +175,8 @@ def text(advice: Advice) -> Iterator[str]:
     if advice.pin is None:
         hint = " Name the bugs that matter to you with --pack." if len(advice.titles) > 1 else ""
         yield f"{advice.package}: none can be advised: {advice.refusal()}.{hint}"
+        if advice.goes_with:
+            yield f"  Where you take one all the same, {', '.join(advice.goes_with)} go with it."
     else:
         beside = f" with {', '.join(advice.goes_with)}" if advice.goes_with else ""
         yield f"{advice.package}: pin {advice.package}=={advice.pin}{beside}. {'; '.join(advice.reasons)}."
