@@ -186,7 +186,7 @@ def test_the_command(cli, tmp_path):
     for link in links:
         assert (tmp_path / "site" / unquote(link)).is_file()
     assert "https://github.com/me/packs/blob/main/packs/pack09_liger_reduction_none/" in page
-    assert "released in 2.19.0" in (tmp_path / "site" / "pack26.html").read_text()
+    assert "<dd>2.19.0</dd>" in (tmp_path / "site" / "pack26.html").read_text().replace("\n", "")
     assert "d48bd6be0a" in (tmp_path / "site" / "pack10.html").read_text().partition("Variants and commits")[2]
     for arguments, said in (
         (["--output", ROOT / "docs"], "is no site made by this command"),
