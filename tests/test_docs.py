@@ -147,3 +147,14 @@ def test_no_upstream_code_is_stored():
     """Fixes are transforms and diffs are outputs: no file in git is a diff, and none holds a copyright of others."""
     for path in subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT, check=True).stdout.split():
         assert Path(path).suffix not in (".diff", ".patch", ".whl", ".gz")
+
+
+@pytest.mark.parametrize("readme", sorted((ROOT / "packs").glob("*/README.md")), ids=lambda path: path.parent.name[:6])
+def test_no_table_of_a_readme_is_damaged(readme):
+    """A row that stands twice, or code that is not closed in its row, is what an edit by a script leaves."""
+    rows = [
+        line for line in re.sub(r"```.*?```", "", readme.read_text(), flags=re.DOTALL).splitlines() if line.startswith("| ")
+    ]
+    long = [row for row in rows if len(row) > 60]
+    assert [row for row in set(long) if long.count(row) > 1] == []
+    assert [row for row in rows if row.count("`") % 2] == []

@@ -310,3 +310,12 @@ def test_without_javascript_everything_is_there_but_the_filters(visit):
     page = visit("index.html", java_script_enabled=False)
     assert page.locator("tr[data-upstream]:visible").count() == 2
     assert not page.locator("#filters").is_visible()
+
+
+def test_what_a_script_measured_is_drawn_over_releases():
+    pack = find("pack31")
+    runs = history.load(ROOT / "results", [pack]).of("pack31", pack.package)
+    drawn = dict(plot.metrics(runs, "pack31"))
+    assert set(drawn) == {"MiB", "seconds"}
+    assert all(name in drawn["seconds"] for name in ("mamba_mimo_fwd", "mamba_mimo_bwd_bwd", "0.1.15"))
+    assert dict(plot.metrics(runs[:1], "pack31")) == {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from common.store.history import Seen, best, releases
@@ -97,6 +97,72 @@ def errors(runs: Sequence[Seen], title: str) -> str | None:
         step = max(1, len(names) // 60)
         axes.set_xticks(range(0, len(names), step), names[::step], rotation=90)
         axes.set_ylabel("relative error", color=FG)
+        return _finished(figure, axes, title)
+
+
+#: What metrics are drawn over releases: the last word of their names, and what stands at the axis.
+UNITS = {"GiB": "GiB", "mib": "MiB", "seconds": "seconds", "bytes": "bytes"}
+
+
+def metrics(runs: Sequence[Seen], title: str) -> Iterator[tuple[str, str]]:
+    """Unit and SVG of what the default runs of one machine measured, release by release; nothing where fewer than two have figures.
+
+    Metrics are ``{"forward peak GiB": 4.1}`` or ``{"kernel": {"seconds": 17.9}}``; a full marker is the release, an empty one the release with the fix.
+    """
+    by_release = releases(runs)
+    series: dict[str, dict[tuple[str, str], dict[int, float]]] = {}
+    for i, sides in enumerate(by_release.values()):
+        for side, those in sides.items():
+            if seen := best(those):
+                for unit, name, value in _measured(seen.document().facts.metrics):
+                    series.setdefault(unit, {}).setdefault((name, side), {})[i] = value
+    for unit, drawn in series.items():
+        names = sorted({name for name, _ in drawn})
+        if len({i for points in drawn.values() for i in points}) < 2 or len(names) > 4:
+            continue
+        yield unit, _over_releases(list(by_release), drawn, names, unit, title)
+
+
+def _measured(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
+    flat = {name: value for name, value in metrics.items() if not isinstance(value, dict)}
+    flat |= {
+        f"{name} {key}": v
+        for name, row in metrics.items()
+        if isinstance(row, dict) and name != "validate"
+        for key, v in row.items()
+    }
+    for name, value in flat.items():
+        unit = UNITS.get(re.split(r"[ _]", name)[-1])
+        if unit and isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+            yield unit, re.sub(r"[ _]?(?:GiB|mib|seconds|bytes)$", "", name), float(value)
+
+
+def _over_releases(
+    releases_: Sequence[str],
+    drawn: Mapping[tuple[str, str], Mapping[int, float]],
+    names: Sequence[str],
+    unit: str,
+    title: str,
+) -> str:
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator
+
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "reproducer", "font.family": "sans-serif", "font.size": 9}):
+        width, height = max(8.0, min(18.0, 0.28 * len(releases_) + 2)), 3.8
+        below = 0.15 + 0.075 * max(map(len, releases_))
+        figure = Figure(figsize=(width, height))
+        axes = figure.add_axes((0.8 / width, below / height, 1 - 0.9 / width, 1 - (below + 0.6) / height))
+        for name, colour, marker in zip(names, (BAD, CONTROL, GOOD, LIMIT), "osD^", strict=False):
+            for side, fill in (("unpatched", colour), ("patched", "none")):
+                if points := drawn.get((name, side)):
+                    label = name.replace("$", r"\$") + (", with the fix" if side == "patched" else "")
+                    axes.plot(list(points), list(points.values()), marker, color=colour, markerfacecolor=fill, label=label)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.set_xticks(range(len(releases_)), releases_, rotation=90)
+        axes.set_ylabel(unit, color=FG)
         return _finished(figure, axes, title)
 
 

@@ -370,6 +370,10 @@ def _pack(
                 name = f"plots/{pack.name}-{package}-{machine}.svg"
                 yield name, svg
                 plots.append((name, machine, "errors"))
+            for unit, svg in plot.metrics(there, f"{pack.name}, {package}, {machine}"):
+                name = f"plots/{pack.name}-{package}-{machine}-{unit}.svg"
+                yield name, svg
+                plots.append((name, machine, unit))
         for machine in dict.fromkeys(seen.machine for seen in every):
             if svg := plot.peaks((seen for seen in every if seen.machine == machine), f"{pack.name}, {package}, {machine}"):
                 name = f"plots/{pack.name}-{package}-{machine}-memory.svg"
