@@ -107,9 +107,11 @@ def test_nothing_is_fetched_from_elsewhere(built):
 def test_peak_memory_is_drawn_from_a_run_that_measured_it():
     pack = find("pack02")
     runs = [s for s in history.load(ROOT / "results", [pack]).runs if s.version == "0.19.2"]
-    drawn = plot.peaks(runs, "peaks")
+    drawn = dict(plot.curves(runs, "peaks"))["memory"]
     assert all(word in drawn for word in ("peak memory", "fused", "unfused", "32768", "prefers-color-scheme"))
-    assert plot.peaks([s for s in runs if not s.cell.variant], "peaks") is None
+    assert dict(plot.curves([s for s in runs if not s.cell.variant], "peaks")) == {}
+    sweep = dict(plot.curves(history.load(ROOT / "results", [find("pack14")]).runs, "pack14"))
+    assert len(sweep) == 8 and all("131072" in svg or "peaked" in name for name, svg in sweep.items())
 
 
 def test_commits_are_said_that_are_in_no_release(tmp_path):

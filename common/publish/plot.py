@@ -166,49 +166,64 @@ def _over_releases(
         return _finished(figure, axes, title)
 
 
-def peaks(runs: Iterable[Seen], title: str) -> str | None:
-    """An SVG of the peak memory that a patched run measured over lengths; None without such a run.
+def curves(runs: Iterable[Seen], title: str) -> Iterator[tuple[str, str]]:
+    """Name and SVG of what measuring runs found over lengths S, a figure each for memory and for each setting of an error.
 
-    Its metrics are ``{"S=1024, GiB": {"fused": 0.02, "unfused": 0.5}, …}``, with null for out of memory, drawn as a gap.
+    Metrics are ``{"S=1024, GiB": {"fused": 0.02, "unfused": 0.5}, …}``, with null for out of memory, drawn as a gap, or
+    ``{"576/512 topk 256 S 8192 flat released": {"dkv": 2.3e-3, "least dkv": 1.7e-3}, …}``.
     """
-    found = next((peak for seen in runs if (peak := _peaks(seen))), None)
-    if found is None:
-        return None
+    drawn: dict[str, dict[int, dict[str, float | None]]] = {}
+    for seen in runs:
+        if seen.outcome == "MEASURED":
+            for figure, length, row in _lengths(seen):
+                drawn.setdefault(figure, {}).setdefault(length, {}).update(row)
+    for figure, rows in drawn.items():
+        if len(rows) > 1 and all(v is None or isinstance(v, int | float) for row in rows.values() for v in row.values()):
+            unit = "peak memory, GiB" if figure == "memory" else "relative error of dKV"
+            yield figure, _over_lengths(rows, unit, title if figure == "memory" else f"{title}, {figure}")
+
+
+def _lengths(seen: Seen) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
+    """Figure, length and a row of what was measured there by each way."""
+    for name, row in seen.document().facts.metrics.items():
+        if not isinstance(row, dict):
+            continue
+        if found := re.fullmatch(r"S=(\d+), GiB", name):
+            if seen.side == "patched":
+                yield "memory", int(found[1]), row
+        elif (found := re.fullmatch(r"(.+) S (\d+) (flat|peaked) (.+)", name)) and "dkv" in row:
+            yield (
+                f"{found[1]}, {found[3]} scores",
+                int(found[2]),
+                {found[4]: row["dkv"], "the least possible": row.get("least dkv")},
+            )
+
+
+def _over_lengths(rows: Mapping[int, Mapping[str, float | None]], unit: str, title: str) -> str:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator
 
-    lengths = sorted(found, key=int)
-    ways = sorted({way for row in found.values() for way in row})
+    lengths = sorted(rows)
+    ways = sorted({way for row in rows.values() for way in row})
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "reproducer", "font.family": "sans-serif", "font.size": 9}):
         figure = Figure(figsize=(8.0, 3.8))
         axes = figure.add_axes((0.1, 0.15, 0.88, 0.68))
         for way, colour, marker in zip(ways, (GOOD, BAD, CONTROL, LIMIT), "osx^", strict=False):
-            values = [found[length].get(way) for length in lengths]
-            axes.plot(
-                [int(length) for length in lengths],
-                [v or float("nan") for v in values],
-                f"{marker}-",
-                color=colour,
-                label=way.replace("$", r"\$"),
-            )
+            values = [rows[length].get(way) for length in lengths]
+            axes.plot(lengths, [v or float("nan") for v in values], f"{marker}-", color=colour, label=way.replace("$", r"\$"))
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks([int(length) for length in lengths], lengths)
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set_xticks(lengths, [str(length) for length in lengths])
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_minor_locator(NullLocator())
+        if "memory" in unit:
+            axes.set_yscale("log")
+            axes.yaxis.set_minor_locator(NullLocator())
+        else:
+            axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.set_xlabel("S", color=FG)
-        axes.set_ylabel("peak memory, GiB", color=FG)
+        axes.set_ylabel(unit, color=FG)
         return _finished(figure, axes, title)
-
-
-def _peaks(seen: Seen) -> dict[str, dict[str, float | None]]:
-    if seen.side != "patched" or seen.outcome != "MEASURED":
-        return {}
-    lengths = ((re.fullmatch(r"S=(\d+), GiB", name), row) for name, row in seen.document().facts.metrics.items())
-    rows = {length[1]: row for length, row in lengths if length and isinstance(row, dict)}
-    return rows if all(v is None or isinstance(v, int | float) for row in rows.values() for v in row.values()) else {}
 
 
 def _finished(figure: Any, axes: Any, title: str) -> str:

@@ -375,10 +375,11 @@ def _pack(
                 yield name, svg
                 plots.append((name, machine, unit))
         for machine in dict.fromkeys(seen.machine for seen in every):
-            if svg := plot.peaks((seen for seen in every if seen.machine == machine), f"{pack.name}, {package}, {machine}"):
-                name = f"plots/{pack.name}-{package}-{machine}-memory.svg"
+            mine = [seen for seen in every if seen.machine == machine]
+            for figure, svg in plot.curves(mine, f"{pack.name}, {package}, {machine}"):
+                name = f"plots/{pack.name}-{package}-{machine}-{re.sub(r'[^a-z0-9]+', '-', figure)}.svg"
                 yield name, svg
-                plots.append((name, machine, "memory"))
+                plots.append((name, machine, figure))
         osv = timeline.osv(pack, runs)
         osv_name = f"osv/{osv['id']}.json" if osv else None
         if osv_name:
