@@ -13,6 +13,7 @@ from common.packs import reportblock
 from common.packs.pack import load
 from common.run import plan as plans
 from common.run import runner
+from common.store import audit
 
 FOLDER = ROOT / "docs/example/pack98_humanize_rollover"
 
@@ -45,3 +46,11 @@ def test_every_mutant_is_noticed(plan):
     found = mutants.run([plan.pack], jobs=2, done=lambda outcome: None)
     assert [outcome.name for outcome in found if not outcome.killed] == []
     assert len(found) == 7
+
+
+@pytest.mark.network
+def test_its_receipts_are_sound(plan):
+    release = next(r for r in releases.of(plan.pack, files.CACHE)[0] if r.version == "4.15.0")
+    for row in runner.run_release(plan, release):
+        assert list(audit.regrade(row.receipt)) == []
+        assert list(audit.verify(row.receipt, audit.Published(files.CACHE))) == []

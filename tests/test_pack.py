@@ -161,8 +161,7 @@ def check_contract(folder):
     for requirement in needs:
         if requirement.name in ("torch", "triton") and requirement.specifier:
             assert str(requirement.specifier) == pins.get(requirement.name), "what the header pins pack.toml pins the same"
-    own = {"megatron" if r.name == "megatron-core" else r.name.replace("-", "_") for r in needs} | {"triton"}
-    own |= {pack.package.replace("-", "_")} if pack.as_files else set()
+    own = {"megatron" if r.name == "megatron-core" else r.name.replace("-", "_") for r in needs} | {"triton", pack.imports}
     assert set(imported(pack.script)) <= own | set(sys.stdlib_module_names), (
         "repro.py imports what its header names, and nothing of ours"
     )

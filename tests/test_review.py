@@ -47,6 +47,7 @@ def judged(before, after, message=""):
         ("REPRODUCED", "ABSENT", "fixed"),
         ("ABSENT", "ABSENT", "free"),
         ("CHANGED", "ABSENT", "free"),
+        ("CHANGED", "REPRODUCED", "brought"),
         ("ABSENT", "CHANGED", "changed"),
         ("REPRODUCED", "CHANGED", "changed"),
         ("CHANGED", "CHANGED", "unknown"),

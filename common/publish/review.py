@@ -11,7 +11,7 @@ from common.scrub import md
 
 #: What came of a pack, the worst first. Only what is brought fails a review: the other bugs were there before.
 STATES = {
-    "brought": "the base does not have the bug",
+    "brought": "the bug is there, and the base does not show it",
     "changed": "something else happens than on the base",
     "unknown": "it cannot be told",
     "kept": "the base has the bug, too",
@@ -35,7 +35,9 @@ class Judged:
         before, after = self.base.verdict.outcome, self.head.verdict.outcome
         told = ("REPRODUCED", "ABSENT")
         if after == "REPRODUCED":
-            return {"REPRODUCED": "kept", "ABSENT": "brought"}.get(before, "unknown")
+            # Where the base does something else, or lacks the call, the bug has come all the same.
+            came = before in ("ABSENT", "CHANGED") or self.base.verdict.reason.partition(" ")[0] == "no-api"
+            return "kept" if before == "REPRODUCED" else "brought" if came else "unknown"
         if after == "ABSENT":
             return "fixed" if before == "REPRODUCED" else "free"
         return "changed" if before in told and after == "CHANGED" else "unknown"
@@ -43,8 +45,13 @@ class Judged:
     @property
     def why(self) -> str:
         """What is to be said of a state that is neither good nor known to be bad."""
-        side = self.head if self.head.verdict.outcome not in ("REPRODUCED", "ABSENT") else self.base
-        return side.message.rstrip(".") if self.state in ("changed", "unknown") else ""
+        if self.state not in ("changed", "unknown"):
+            return ""
+        of_head = self.head.verdict.outcome not in ("REPRODUCED", "ABSENT")
+        side = self.head if of_head else self.base
+        return f"{'here' if of_head else 'on the base'}, {side.verdict}{f': {side.message}' if side.message else ''}".rstrip(
+            "."
+        )
 
 
 def ordered(found: Sequence[Judged]) -> list[Judged]:

@@ -68,7 +68,8 @@ def _follows(path: Path, document: Receipt, log: str) -> Iterator[str]:
             if getattr(stored, name) != value:
                 yield f"{name} was {plain(repr(getattr(stored, name)))}, and is {plain(repr(value))} by today's rules"
     gpus = set(architectures(facts.environment.gpus))
-    if verdict.evidence.startswith("device") and verdict.evidence.partition(":")[2] not in gpus:
+    on_gpu = verdict.evidence.startswith("device") and verdict.evidence != "device:cpu"
+    if on_gpu and verdict.evidence.partition(":")[2] not in gpus:
         yield f"its evidence is {verdict.evidence}, and its machine has {', '.join(sorted(gpus)) or 'no GPU'}"
     if "gpus" in opening and set(opening["gpus"]) != gpus:
         yield f"its GPUs are {', '.join(sorted(gpus)) or 'none'}, and its log names {', '.join(opening['gpus']) or 'none'}"

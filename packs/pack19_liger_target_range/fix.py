@@ -8,10 +8,11 @@ from common.transforms import replace
 def _checked(match: re.Match[str]) -> str:
     indent = match[1]
     return f"""{match[0]}
-{indent}# A kernel would read, and write, wherever such a label points to.
-{indent}outside = ((target < 0) | (target >= V)) & (target != ignore_index)
+{indent}# A kernel would read, and write, wherever such a label points to. Wide, for V may not fit the labels' dtype.
+{indent}labels = target.long()
+{indent}outside = ((labels < 0) | (labels >= V)) & (labels != ignore_index)
 {indent}if outside.any():
-{indent}    raise IndexError(f"Target {{target[outside][0].item()}} is out of bounds. Expected 0 <= target < {{V}}.")
+{indent}    raise IndexError(f"Target {{labels[outside][0].item()}} is out of bounds. Expected 0 <= target < {{V}}.")
 """
 
 
