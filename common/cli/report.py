@@ -87,12 +87,13 @@ def table(rows: Sequence[Row], title: str, *, judged: bool = True) -> Table:
         as_expected = row.as_expected or not judged
         mark = Text("" if not judged else "✓ ", "green") if as_expected else Text("✗ ", "bold red")
         errors = (verdict.bug_error, verdict.limit, verdict.control_error)
+        told_errors = ["exact" if verdict.is_by_exact_checks else number(errors[0]), *map(number, errors[1:])]
         found.add_row(
             Text(row.cell.version),
             row.cell.side,
             mark + Text(told(row), "bold red" if not as_expected else STYLE.get(verdict.outcome, "red") if row.ran else "dim"),
             verdict.evidence if verdict.evidence != "none" else "–",
-            " / ".join(map(number, errors)) if any(e is not None for e in errors) else "–",
+            " / ".join(told_errors) if any(e is not None for e in errors) else "–",
             f"{row.seconds:.1f}" if row.ran else "–",
         )
     return found

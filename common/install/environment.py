@@ -209,6 +209,7 @@ class Wanted:
     sdists: environment variables for the build, which then takes what it needs from the base layer (no build isolation). With
     ``python`` ("3.12") a wheel for that Python is installed, into this one. ``beside`` are installed after it, without their
     dependencies, for ``beside_python`` likewise. ``as_files`` installs an sdist's Python files without building it.
+    ``past_cache`` leaves uv's cache aside, which may hold a changed file of the release.
     """
 
     package: str
@@ -222,6 +223,7 @@ class Wanted:
     python: str | None = None
     beside_python: str | None = None
     as_files: bool = False
+    past_cache: bool = False
 
 
 def made(wanted: Wanted, cache_dir: Path, *, stop: threading.Event | None = None) -> Environment:
@@ -343,6 +345,7 @@ def _try(wanted: Wanted, wheel: Path | None, place: Path, stop: threading.Event 
     requirement.write_text(f"{named} --hash=sha256:{digest}\n" if digest else f"{named}\n", encoding="utf-8")
     arguments = ["pip", "install", "--python", str(_python(place)), "--no-deps"]
     arguments += ["--no-build-isolation"] if wanted.build else []
+    arguments += ["--no-cache"] if wanted.past_cache else []
     own = ["-r", str(requirement), *(["--require-hashes"] if digest else []), *_for_python(wanted.python)]
     done = _uv([*arguments, *own], wanted.build, builds=not (wheel.name if wheel else wanted.file).endswith(".whl"), stop=stop)
     if done.returncode == 0 and wanted.beside:

@@ -400,7 +400,7 @@ def _hold(plan: Plan, release: Release, held: ExitStack, stop: threading.Event |
     """The release's environment, its files compared with what was installed and held while it is used; and what to say of it."""
     notes: list[str] = []
     for _attempt_again in range(3):
-        there = _environment(plan, release, stop)
+        there = _environment(plan, release, stop, past_cache=bool(notes))
         with ExitStack() as mine:
             if there.lock is not None:
                 mine.enter_context(locked(there.lock, shared=True))
@@ -414,7 +414,7 @@ def _hold(plan: Plan, release: Release, held: ExitStack, stop: threading.Event |
                     raise UserError(
                         f"{what}, so it is not that release: install it afresh, or judge a change of it with --patch."
                     ) from error
-                notes.append(f"{what}; it was installed afresh")
+                notes.append(f"{what}; it was installed afresh, past uv's cache")
             else:
                 held.push(mine.pop_all())
                 return there, tuple(notes)
@@ -437,17 +437,23 @@ def _is_tampered(plan: Plan, there: Environment) -> bool:
     return False
 
 
-def _environment(plan: Plan, release: Release, stop: threading.Event | None) -> Environment:
+def _environment(plan: Plan, release: Release, stop: threading.Event | None, *, past_cache: bool) -> Environment:
     wheel = plan.wheels.get(release.version)
     if plan.here or plan.release_path is not None:
         return environments.here(plan.pack.package, plan.cache, wheel=wheel, release_path=plan.release_path)
     if wheel is None and plan.pack.wheels is not None:
         wheel = built_wheels(plan.pack, plan.cache)[release.version]
-    return installed(plan.pack, release, plan.cache, wheel, stop=stop)
+    return installed(plan.pack, release, plan.cache, wheel, stop=stop, past_cache=past_cache)
 
 
 def installed(
-    pack: Pack, release: Release, cache: Path, wheel: Path | None = None, *, stop: threading.Event | None = None
+    pack: Pack,
+    release: Release,
+    cache: Path,
+    wheel: Path | None = None,
+    *,
+    stop: threading.Event | None = None,
+    past_cache: bool = False,
 ) -> Environment:
     """The environment of one release, or of a wheel in its place, with the pins that go with it."""
     wanted = environments.Wanted(
@@ -462,6 +468,7 @@ def installed(
         python=None if wheel or fits(release.file) else pack.python,
         beside_python=None if pack.build else pack.python,  # what is built is built for this Python
         as_files=pack.as_files,
+        past_cache=past_cache,
     )
     return environments.made(wanted, cache, stop=stop)
 

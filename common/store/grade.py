@@ -67,6 +67,13 @@ class Verdict:
     def __str__(self) -> str:
         return f"{self.outcome}: {self.reason}" if self.reason else self.outcome
 
+    @property
+    def is_by_exact_checks(self) -> bool:
+        """Whether the bug was seen by checks that measure no error, while each measured one is within its limit."""
+        if self.outcome != "REPRODUCED" or self.bug_error is None or self.limit is None:
+            return False
+        return self.bug_error <= self.limit
+
     def meets(self, expected: str) -> bool:
         """Whether this is what is expected: "UNTESTABLE: import" asks for that reason, "CHANGED" for any."""
         outcome, _, reason = expected.partition(": ")

@@ -393,7 +393,11 @@ def ranges(runs: Iterable[Seen]) -> list[Range]:
                 count=len(items),
                 unpatched=unpatched,
                 patched=patched,
-                bug=_span((v.bug_error for v in first), any(v.limit and v.bug_error is None for v in first)),
+                bug=_span(
+                    (v.bug_error for v in first if not v.is_by_exact_checks),
+                    *(["not finite"] if any(v.limit and v.bug_error is None for v in first) else []),
+                    *(["exact"] if any(v.is_by_exact_checks for v in first) else []),
+                ),
                 limit=_span(v.limit for v in first),
                 control=_span(v.control_error for v in first),
                 fixed=_span(v.bug_error for v in second),
@@ -410,7 +414,7 @@ def ranges(runs: Iterable[Seen]) -> list[Range]:
     return found
 
 
-def _span(values: Iterable[float | None], not_finite: bool = False) -> str:
+def _span(values: Iterable[float | None], *others: str) -> str:
     numbers = sorted(value for value in values if value is not None)
     words = list(dict.fromkeys([f"{numbers[0]:.1e}", f"{numbers[-1]:.1e}"] if numbers else []))
-    return " … ".join([*words, *(["not finite"] if not_finite else [])]) or "–"
+    return ", ".join([*([" … ".join(words)] if words else []), *others]) or "–"

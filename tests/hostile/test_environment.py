@@ -1,7 +1,9 @@
 """What runs is what the index's file installed: an edit of any file is found before a side runs, and never a verdict."""
 
+import os
 import shutil
 import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -48,6 +50,20 @@ def test_an_edit_does_not_reach_uvs_cache(wheels, index, run, plan):
     installed.write_text(FIXED)
     shutil.rmtree(plan.cache)
     assert run(release)[0][0].verdict.outcome == "REPRODUCED"
+
+
+def test_an_edit_of_uvs_cache_is_gone_past(wheels, index, run, plan):
+    release = index.add(wheels["1.0"])
+    run(release)
+    cached = list(Path(os.environ["UV_CACHE_DIR"]).rglob("reproducer_toy/__init__.py"))
+    for copy in cached:
+        copy.write_text(FIXED)
+    shutil.rmtree(plan.cache)
+    rows, failures = run(release)
+    assert cached
+    assert not failures
+    assert [row.verdict.outcome for row in rows] == ["REPRODUCED", "ABSENT"]
+    assert any("installed afresh, past uv's cache" in note for row in rows for note in row.notes)
 
 
 @pytest.mark.parametrize(
