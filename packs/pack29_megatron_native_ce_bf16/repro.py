@@ -40,6 +40,7 @@ def release():
     FACTS.update(file=fusion.__file__, version=found.version, evidence=gpu)
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        sys.excepthook = unexpected  # torch's own, set there, would swallow the traceback
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
     fused, more = fusion.fused_vocab_parallel_cross_entropy, []
