@@ -1,6 +1,7 @@
 """The deep check of a fix of pack17: gradients are those of the release where the input needs one, bit for bit, whatever the options.
 
-Runs after repro.py on the patched side. Nothing else may change: not the losses, not what a trained input gets, not the cost under no_grad.
+Runs after repro.py on the patched side. Nothing else may change: not the losses, not what a trained input gets, not
+the reduction none, which is as the release has it, not the cost under no_grad.
 """
 
 import importlib.util
@@ -12,11 +13,8 @@ import torch
 from repro import check, device, error, finish, release
 from torch.utils._python_dispatch import TorchDispatchMode
 
-BT, H, V = (
-    13,
-    16,
-    64,
-)  # four chunks, one of them of one token; a power of two: with another the release's own softcap is wrong up to 0.8.3
+# Four chunks, one of them of one token; V a power of two: with another the release's own softcap is wrong up to 0.8.3.
+BT, H, V = 13, 16, 64
 
 
 class Made(TorchDispatchMode):
@@ -56,7 +54,8 @@ def outcome(function, tensors, needs, y, scale, given):
     try:
         outs = call(function, leaves, y, given)
         if any(needs):
-            outs[0].backward(torch.as_tensor(scale, dtype=outs[0].dtype, device=device).expand_as(outs[0]))
+            weights = torch.linspace(-1, 2, len(outs[0])) if outs[0].dim() else torch.ones([])  # for none, one a token
+            outs[0].backward((scale * weights).to(outs[0]))
     except Exception as raised:  # what it raises has to stay the same, too
         return [f"{type(raised).__name__}: {raised}"]
     return [*outs, *(leaf.grad for leaf, n in zip(leaves, needs, strict=True) if n)]
@@ -105,17 +104,19 @@ def main():
     options |= {"softcap": 3.0} if device == "cuda" else {}
     options = {name: {name: value, "lse_square_scale": 1e-3} for name, value in options.items() if name in takes}
     kinds = {"fp32": (x, w, b), "bf16": tuple(t.bfloat16() for t in (x, w, b)), "autocast": (x, w, b), "no bias": (x, w)}
-    # Each kind without options, and each option in fp32 with a bias.
-    cases = [(kind, {}, 1.0) for kind in kinds] + [("fp32", given, 0.3) for given in [{}, *options.values()]]
-    for (kind, given, scale), reduction in itertools.product(cases, ("mean", "sum")):
+    # Each kind without options, and each option in fp32, with a bias and without.
+    cases = [(kind, {}, 1.0) for kind in kinds]
+    cases += [(kind, given, 0.3) for kind in ("fp32", "no bias") for given in [{}, *options.values()]]
+    for (kind, given, scale), reduction in itertools.product(cases, ("mean", "sum", "none")):
         name, given = f"{kind}, {reduction}, {next(iter(given), 'plain')}, x {scale}", {**given, "reduction": reduction}
         tensors, labels = kinds[kind], y.clamp(min=0) if "ignore_index" in given else y
         with torch.autocast(device, torch.bfloat16, enabled=kind == "autocast"):
             known = outcome(released, tensors, [True] * len(tensors), labels, scale, given)
             every = list(itertools.product((True, False), repeat=len(tensors)))
-            for needs in every[::2] if given.keys() & options else every:
+            # With an option: all trained, and all but the input.
+            for needs in every[:: len(every) // 2] if given.keys() & options else every:
                 found, trained = outcome(fixed, tensors, needs, labels, scale, given), "".join(itertools.compress("xwb", needs))
-                frozen = any(needs) and not needs[0]
+                frozen = any(needs) and not needs[0] and reduction != "none"
                 gradients = list(itertools.compress(known[-len(tensors) :], needs))
                 want = (
                     [*known[: -len(tensors)], *gradients] if frozen else outcome(released, tensors, needs, labels, scale, given)

@@ -1,4 +1,4 @@
-"""The deep check of a fix of pack18: any sequence of scales, all reductions, biases and dtypes; gradients that were handed out stay what they were.
+"""The deep check of a fix of pack18: any sequence of scales, with every option, whatever is trained; gradients that were handed out stay what they were.
 
 Runs after repro.py on the patched side. A single backward has to stay what the release gives, bit for bit, and to take no more memory. A refusal by
 autograd is as good as a right gradient, as in repro.py, but not of all.
@@ -16,6 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 BT, H, V = 5, 8, 32
 HALF = torch.bfloat16 if device == "cuda" else torch.float16  # the interpreter has no scalars in bf16
 SCALES = (0.5, 0.5), (0.5, 1.0), (1.0, 0.5), (0.0, 2.0), (-3.0, 0.5, 1.0), (1.0, 1.0)
+OPTIONS = {
+    "label_smoothing": 0.1,
+    "lse_square_scale": 1e-3,
+    "return_z_loss": True,
+    "ce_weight": torch.linspace(0.5, 2, V, device=device),
+    "use_token_scaling": True,
+    "ignore_index": 7,
+}
 
 
 class Made(TorchDispatchMode):
@@ -36,30 +44,77 @@ def as_released(module):
     return found
 
 
-def graph(function, tensors, y, **given):
-    """The loss, and the leaves that it is a function of."""
-    leaves = [t.detach().clone().requires_grad_() for t in tensors]
-    if "_input" in inspect.signature(function.forward).parameters and "LigerCross" in function.__name__:
-        return applied(function, _input=leaves[0] * 1, target=y, **given), leaves
-    names = dict.fromkeys(("weight", "linear"), leaves[1]) | ({"bias": leaves[2]} if len(leaves) > 2 else {})
-    return applied(function, _input=leaves[0], target=y, **names, **given), leaves
+class Graph:
+    """A loss, and the leaves that it is a function of. A loss for each token is weighted, so that the gradients that come back differ."""
+
+    def __init__(self, function, tensors, needs, y, given):
+        leaves = [t.detach().clone().requires_grad_(n) for t, n in zip(tensors, needs, strict=True)]
+        if len(tensors) == 1:
+            loss = applied(function, _input=leaves[0] * 1, target=y, **given)
+        else:
+            names = dict.fromkeys(("weight", "linear"), leaves[1]) | ({"bias": leaves[2]} if len(leaves) > 2 else {})
+            loss = applied(function, _input=leaves[0], target=y, **names, **given)
+        self.unweighted, self.leaves = loss, [leaf for leaf in leaves if leaf.requires_grad]
+        self.loss = (loss * torch.linspace(-1, 2, len(loss)).to(loss)).sum() if loss.dim() else loss
+
+    def after(self, scales, keep_last=True, loss=None):
+        """Gradients after a backward of the loss times each of ``scales``, or the error; the last may give the graph up."""
+        loss = self.loss if loss is None else loss
+        try:
+            for i, scale in enumerate(scales, 1):
+                (loss * scale).backward(retain_graph=keep_last or i < len(scales))
+        except RuntimeError as raised:
+            return str(raised)
+        return [leaf.grad for leaf in self.leaves]
+
+    def handed_out(self, first, keep_last):
+        """What autograd.grad gave for ``first`` times the loss, looked at after a later backward."""
+        handed = torch.autograd.grad(self.loss * first, self.leaves, retain_graph=True)
+        later = self.after((0.25,), keep_last)
+        return later if isinstance(later, str) else handed
 
 
 def judge(name, got, want, limit):
     refused = isinstance(got, str) and "inplace operation" in got
-    check(
-        "trigger", name + (": refused" if refused else ""), refused or (not isinstance(got, str) and error(got, want) <= limit)
-    )
+    right = refused or (not isinstance(got, str) and error(got, want) <= limit)
+    check("trigger", name + (": refused" if refused else ""), right)
 
 
-def after(loss, leaves, scales):
-    """Gradients after a backward of the loss times each of ``scales``, or the error."""
-    try:
-        for scale in scales:
-            (loss * scale).sum().backward(retain_graph=True)
-    except RuntimeError as raised:
-        return str(raised)
-    return [leaf.grad for leaf in leaves]
+def validate(said, fixed, released, tensors, needs, y, given, scales=SCALES[:1]):
+    """One loss, with one option, of one dtype, with some tensors trained."""
+    each = []
+    for function in (released, fixed):
+        graph = Graph(function, tensors, needs, y, given)
+        with Made() as made:
+            (graph.loss * 0.3).backward()
+        each.append(([graph.unweighted, *(leaf.grad for leaf in graph.leaves)], made.count))
+    (want, least), (got, count) = each
+    alike = [g is w or (g is not None and w is not None and torch.equal(g, w)) for g, w in zip(got, want, strict=True)]
+    check("control", f"{said}: one backward is the release's, bit for bit", all(alike))
+    check("trigger", f"{said}: one backward makes {count} tensors, {least} as released", count <= least)
+    if any(g is None for g in want):  # of a frozen input, which is pack17
+        return
+    unit = [g.double() for g in Graph(released, tensors, needs, y, given).after((1.0,))]
+    limit = 1e-5 if tensors[0].dtype == torch.float32 else 2e-2
+
+    def new():
+        return Graph(fixed, tensors, needs, y, given)
+
+    for each, keep in itertools.product(scales, (True, False)):
+        ends = "" if keep else ", the graph given up"
+        judge(f"{said}: backwards of {each}{ends}", new().after(each, keep), [u * sum(each) for u in unit], limit)
+    # Of 1, nothing is multiplied; and where the graph is given up later, nothing is copied then.
+    for first, keep in ((1.0, False), (0.5, True)):
+        got = new().handed_out(first, keep)
+        judge(f"{said}: what autograd.grad gave for {first} is the same later", got, [u * first for u in unit], limit)
+    if scales == SCALES:
+        # A torch before 2.5 does not say whether the graph is kept.
+        asked = vars(torch._C._autograd).pop("_get_current_graph_task_keep_graph", None)
+        judge(f"{said}: an older torch", new().after(SCALES[0]), unit, limit)
+        vars(torch._C._autograd)["_get_current_graph_task_keep_graph"] = asked
+        plain = new()
+        twice = plain.after((1.0, 1.0), loss=plain.unweighted.sum())
+        check("trigger", f"{said}: the loss itself can be used twice", not isinstance(twice, str))
 
 
 def main():
@@ -74,51 +129,24 @@ def main():
     ):
         fixed, released = getattr(module, name), getattr(as_released(module), name)
         takes = inspect.signature(released.forward).parameters
-        check(
-            "control",
-            f"{name}: the release's is another one, with the same arguments",
-            fixed is not released and list(inspect.signature(fixed.forward).parameters) == list(takes),
-        )
-        kinds = {kind: tensors for kind, tensors in kinds.items() if len(tensors) < 3 or "bias" in takes}
+        kept = list(inspect.signature(fixed.forward).parameters)
+        another = fixed is not released and kept == list(takes)
+        check("control", f"{name}: the release's is another one, with the same arguments", another)
         reductions = [{"reduction": r} for r in ("mean", "sum", "none")] if "reduction" in takes else [{}]
-        for (kind, tensors), given, dtype in itertools.product(kinds.items(), reductions, (torch.float32, HALF)):
-            said, tensors = f"{name}{kind}, {given.get('reduction', 'mean')}, {dtype}", [t.to(dtype) for t in tensors]
-            each = []
-            for function in (released, fixed):
-                loss, leaves = graph(function, tensors, y, **given)
-                with Made() as made:
-                    (loss * 0.3).sum().backward()
-                each.append(([loss, *(leaf.grad for leaf in leaves)], made.count))
-            (want, least), (got, count) = each
-            check("control", f"{said}: one backward is the release's, bit for bit", all(map(torch.equal, want, got)))
-            check("trigger", f"{said}: one backward makes {count} tensors, {least} as released", count <= least)
-            # One backward of the loss itself, of stride 0 where it is a loss a token, is right in every release.
-            loss, leaves = graph(released, tensors, y, **given)
-            loss.sum().backward()
-            unit, limit = [leaf.grad.double() for leaf in leaves], 1e-5 if dtype == torch.float32 else 2e-2
-            for scales in SCALES:
-                judge(
-                    f"{said}: backwards of {scales}",
-                    after(*graph(fixed, tensors, y, **given), scales),
-                    [u * sum(scales) for u in unit],
-                    limit,
-                )
-            for first in (1.0, 0.5):
-                loss, leaves = graph(fixed, tensors, y, **given)
-                handed = torch.autograd.grad((loss * first).sum(), leaves, retain_graph=True)
-                refused = after(loss, leaves, (0.25,))
-                judge(
-                    f"{said}: what autograd.grad gave for {first} is the same later",
-                    refused if isinstance(refused, str) else handed,
-                    [u * first for u in unit],
-                    limit,
-                )
-            # A torch before 2.5 does not say whether the graph is kept.
-            asked = vars(torch._C._autograd).pop("_get_current_graph_task_keep_graph", None)
-            judge(f"{said}: an older torch", after(*graph(fixed, tensors, y, **given), SCALES[0]), unit, limit)
-            vars(torch._C._autograd)["_get_current_graph_task_keep_graph"] = asked
-            plain = after(*graph(fixed, tensors, y, **given), (1.0, 1.0))
-            check("trigger", f"{said}: the loss itself can be used twice", not isinstance(plain, str))
+        options = {option: {option: value} for option, value in OPTIONS.items() if option in takes}
+        for (kind, tensors), reduction in itertools.product(kinds.items(), reductions):
+            if len(tensors) > 2 and "bias" not in takes:
+                continue
+            every = [needs for needs in itertools.product((True, False), repeat=len(tensors)) if any(needs)]
+            said = f"{name}{kind}, {reduction.get('reduction', 'mean')}"
+            validate(said, fixed, released, tensors, every[0], y, reduction, SCALES)
+            validate(f"{said}, {HALF}", fixed, released, [t.to(HALF) for t in tensors], every[0], y, reduction)
+            for needs in every[1:]:
+                trained = "".join(itertools.compress("xwb", needs))
+                validate(f"{said}, trained: {trained}", fixed, released, tensors, needs, y, reduction)
+            for option, given in options.items() if len(tensors) < 3 else ():
+                labels = y.where(y != -100, 7) if option == "ignore_index" else y
+                validate(f"{said}, {option}", fixed, released, tensors, every[0], labels, {**reduction, **given})
     finish()
 
 
