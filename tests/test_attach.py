@@ -1,6 +1,7 @@
 """What is attached fits a comment, renders, holds no secret and overstates nothing."""
 
 import re
+import shutil
 
 import pytest
 from helpers import FACTS, make_log
@@ -10,7 +11,7 @@ from markdown_it import MarkdownIt
 
 from common.errors import UserError
 from common.files import RESULTS
-from common.packs.pack import all_packs, find
+from common.packs.pack import all_packs, find, load
 from common.publish import attach
 from common.store import history, receipt
 
@@ -194,6 +195,29 @@ def test_what_cannot_be_written_is_one_sentence(tmp_path, store):
     store(tmp_path)
     with pytest.raises(UserError, match="no bug template for 'numpy'"):
         attach.write(PACK, tmp_path, template="numpy")
+
+
+def test_a_readme_without_words_of_its_own_is_not_filed(tmp_path, store):
+    folder = tmp_path / PACK.folder.name
+    shutil.copytree(PACK.folder, folder)
+    text = (folder / "README.md").read_text()
+    (folder / "README.md").write_text(text.replace(attach.section(text, "Trigger"), "The smallest call that shows it."))
+    store(tmp_path / "r")
+    with pytest.raises(UserError, match="no words of its own under Trigger"):
+        attach.write(load(folder), tmp_path / "r")
+
+
+def test_errors_are_spoken_of_only_where_some_were_measured(tmp_path, store):
+    store(tmp_path)
+    text = attach.write(PACK, tmp_path)[0].read_text()
+    assert "| bug error | limit | error with the fix |" in text
+    assert "Errors are relative." in text
+    checks = [{"role": c["role"], "name": c["name"], "holds": c["role"] != "trigger"} for c in FACTS["comparisons"]]
+    exact = {**FACTS, "comparisons": checks}
+    store(tmp_path, log=make_log(exact))
+    text = attach.write(PACK, tmp_path)[0].read_text()
+    assert "error with the fix" not in text
+    assert "relative" not in text.partition("## ")[0]
 
 
 def test_nothing_to_patch_and_not_run_are_told_apart(tmp_path, store):

@@ -132,6 +132,9 @@ def test_a_package_that_is_imported_by_another_name_says_so(tmp_path):
     assert "the first line" in (folder / "repro.py").read_text()
     with pytest.raises(UserError, match="title is one line"):
         scaffold.new_pack(51, "x", "toy", tmp_path, title='a "word"')
+    for title in ("a | b", "<b>x"):
+        with pytest.raises(UserError, match="title is one line"):
+            scaffold.new_pack(51, "x", "toy", tmp_path, title=title)
 
 
 def test_a_diff_that_cannot_be_read_and_a_broken_fix_are_noticed_before_anything_runs(cli, cache, tmp_path):  # noqa: F811

@@ -68,6 +68,8 @@ def test_an_upstream_that_asks_for_a_newer_python_is_told_of_it_where_this_one_i
     ("old", "new", "said"),
     [
         ('title = "t"', "", "missing required field `title`"),
+        ('title = "t"', "title = 'a | b'", "title: Expected `str` matching regex"),
+        ('title = "t"', "title = '<b>'", "title: Expected `str` matching regex"),
         ('title = "t"', "title = 3", "title: Expected `str`, got `int`"),
         ('kind = "crash"', 'kind = "cosmic"', "kind: Invalid enum value 'cosmic'"),
         ('why = "because" }', 'why = "because", lane = "gpu" }', "gpu is none of the pack's lanes: device"),

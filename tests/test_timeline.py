@@ -295,6 +295,33 @@ def test_pins_command(cli, tmp_path, store):
     assert "No pack is about 'numpy'" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        ("mine.txt", "mine.txt is there, and was not written by this command"),
+        ("folder", "folder is a folder"),
+        ("nowhere/mine.txt", "nowhere/mine.txt is in a folder that does not exist"),
+    ],
+)
+def test_no_file_of_the_users_is_written_over(cli, tmp_path, output, said):
+    (tmp_path / "mine.txt").write_text("torch==2.13.0\n")
+    (tmp_path / "folder").mkdir()
+    for command in (
+        ("pins", "liger-kernel", "--output"),
+        ("review", "liger-kernel", "--source", ".", "--base", "a", "--junit"),
+    ):
+        done = cli(*command, tmp_path / output)
+        assert done.returncode == 2
+        assert said in done.stderr
+    assert (tmp_path / "mine.txt").read_text() == "torch==2.13.0\n"
+
+
+def test_review_says_which_pack_is_about_something_else(cli):
+    done = cli("review", "liger-kernel", "--source", ".", "--base", "a", "--pack", "pack09", "--pack", "pack08")
+    assert done.returncode == 2
+    assert "pack08 is not about liger-kernel" in done.stderr
+
+
 def test_what_is_only_about_style_bars_no_release(tmp_path):
     clarity = replace(PACK, kind="refactor")
     advice = pins.advise(PACK.package, [clarity], of("RR"))

@@ -38,6 +38,26 @@ def given(path: Path) -> Path:
     return path if here == Path.cwd() else here / path
 
 
+def output(path: Path, mark: str) -> Path:
+    """Where a command may write: a new file, an empty one, or one that it wrote before, which begins with ``mark``.
+
+    Asked before the work is done, so that nothing is lost by it: neither the work nor a file of the user's.
+    """
+    target = called_from() / path
+    if target.is_dir() or not target.parent.is_dir():
+        why = "is a folder" if target.is_dir() else "is in a folder that does not exist"
+        raise UserError(f"{path} {why}: name a file that can be written.")
+    try:
+        held = target.read_text(encoding="utf-8", errors="replace") if target.exists() else ""
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): name another file.") from error
+    if held and not held.startswith(mark):
+        raise UserError(f"{path} is there, and was not written by this command: name another file, or move it away.")
+    if not os.access(target if target.exists() else target.parent, os.W_OK):
+        raise UserError(f"{path} cannot be written: name another file.")
+    return target
+
+
 def complain(sentence: str) -> None:
     report.console(stderr=True).print(Text(plain(sentence, None), "red"), soft_wrap=True)
 

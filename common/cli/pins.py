@@ -42,6 +42,7 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     if unknown := [name for name in options.upstream if name not in known]:
         raise UserError(f"No pack is about {unknown[0]!r}; there are packs about {', '.join(known)}.")
     only = {find(name).name for name in options.pack} if options.pack else None
+    target = common.output(options.output, pins.HEADER)
     asked = options.upstream or sorted({pack.package for pack in packs if only is None or pack.name in only})
     stored = common.stored(options, packs, out)
     advices = []
@@ -60,7 +61,6 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     else:
         for line in (line for advice in advices for line in pins.text(advice)):
             out.print(line, markup=False, soft_wrap=True)
-    target = common.called_from() / options.output
     write_atomically(target, pins.constraints(advices))
     out.print(f"written: {report.where(target)}", markup=False)
     refused = bool(options.upstream or only) and any(advice.pin is None for advice in advices)

@@ -47,10 +47,16 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
         raise UserError(f"No pack is about {options.package!r}; there are packs about {known}.")
     if options.pack:
         named = {find(name).name for name in options.pack}
+        if others := sorted(named - {pack.name for pack in about}):
+            raise UserError(f"{', '.join(others)} is not about {options.package}: leave it out.")
         about = [pack for pack in about if pack.name in named]
     about = [pack for pack in about if not pack.as_files]
     if not about:
         raise UserError(f"None of the packs that were named can be run on a clone of {options.package}.")
+    markdown, junit = (
+        None if path is None else common.output(path, mark)
+        for path, mark in ((options.markdown, review.HEADING), (options.junit, review.XML))
+    )
     jobs = options.jobs or min(plans.default_jobs(lanes.choose(pack)) for pack in about)
     tasks: list[Task] = []
     versions: list[str] = []
@@ -98,10 +104,8 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
         if each.why:
             common.warn(f"{each.pack}: {review.STATES[each.state]}: {each.why}.", out)
     names = base.partition("+")[2], head.partition("+")[2]
-    for path, text in (
-        (options.markdown, review.markdown(options.package, *names, found)),
-        (options.junit, review.junit(options.package, found)),
-    ):
-        if path is not None:
-            write_atomically(common.called_from() / path, text)
+    if markdown is not None:
+        write_atomically(markdown, review.markdown(options.package, *names, found))
+    if junit is not None:
+        write_atomically(junit, review.junit(options.package, found))
     return common.SURPRISE if any(each.state == "brought" for each in found) else common.OK

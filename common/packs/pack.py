@@ -293,6 +293,8 @@ def _converted(key: str, value: Any, kind: type[T]) -> T:
         raise ValueError(f"{'.'.join(filter(None, (key, at))) or 'the file'}: {what}") from error
 
 
+#: One line that stands in Markdown's tables, too: no bar, and no tag.
+_Title = Annotated[str, like(r"(?:[^|<\n]|<(?![A-Za-z/!]))+")]
 _File = Annotated[str, like(r"[a-z][a-z0-9_]*\.py")]
 #: owner/name#number, or an address.
 _Thread = Annotated[str, like(r"[A-Za-z0-9._-]+/[A-Za-z0-9._-]+#\d+|https?://[^\s<>\"'()]+")]
@@ -312,7 +314,7 @@ class _Expected(Struct, forbid_unknown_fields=True):
 class _Toml(Struct, forbid_unknown_fields=True, kw_only=True):
     """pack.toml as it is written; docs/adding-a-pack.md says what each key is for."""
 
-    title: str
+    title: _Title
     package: str
     imports: Annotated[str, like(r"[A-Za-z_][A-Za-z0-9_]*")] | None = None
     upstream: str

@@ -13,7 +13,10 @@ from common.packs import reportblock
 from common.packs.pack import load
 
 #: What a title may not hold: it stands in TOML, in Markdown and in Python.
-_UNFIT = re.compile(r"""["\\\n]""")
+_UNFIT = re.compile(r"""["\\\n|]|<[A-Za-z/!]""")
+_TEMPLATES = Path(__file__).parent / "templates" / "pack"
+#: The skeleton's README, whose words nobody should file.
+README = _TEMPLATES / "README.md.j2"
 
 
 def new_pack(number: int, slug: str, package: str, packs: Path = PACKS, *, title: str = "", lane: str = "device") -> list[Path]:
@@ -28,16 +31,15 @@ def new_pack(number: int, slug: str, package: str, packs: Path = PACKS, *, title
     if not re.fullmatch(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?", package):
         raise UserError(f"{package!r} is not a package's name.")
     if _UNFIT.search(title):
-        raise UserError("A title is one line without double quotes and backslashes: the first line of the bug report.")
+        raise UserError("A title is one line without double quotes, backslashes, | and tags: the first line of the bug report.")
     if taken := sorted(packs.glob(f"pack{number:02d}_*")):
         raise UserError(f"Number {number:02d} is taken by {taken[0].name}; numbers are never reused.")
     folder = packs / f"pack{number:02d}_{slug}"
-    templates = Path(__file__).parent / "templates" / "pack"
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(templates), undefined=jinja2.StrictUndefined, keep_trailing_newline=True
+        loader=jinja2.FileSystemLoader(_TEMPLATES), undefined=jinja2.StrictUndefined, keep_trailing_newline=True
     )
     written = []
-    for template in sorted(templates.glob("*.j2")):
+    for template in sorted(_TEMPLATES.glob("*.j2")):
         path = folder / template.stem
         text = environment.get_template(template.name).render(
             name=f"pack{number:02d}",

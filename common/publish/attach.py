@@ -18,6 +18,7 @@ from packaging.utils import canonicalize_name
 from common.errors import UserError
 from common.files import CACHE, write_atomically
 from common.install.releases import choose
+from common.packs import scaffold
 from common.packs.pack import Pack
 from common.run.overlay import apply_fix
 from common.run.runner import installed
@@ -31,6 +32,8 @@ from common.transforms import load_fix
 LIMIT = 65_536
 #: A script, and a diff, up to this many lines stand in the comment; longer ones are files beside it.
 INLINE, INLINE_DIFF = 40, 60
+#: What a pack's README has to say before it is filed, in words of its own.
+HEADINGS = ("Trigger", "Fix", "Scope claimed", "Scope NOT claimed")
 
 #: The headings of each upstream's bug template, as of 2026-11, and what goes under each.
 TEMPLATES: Mapping[str, Sequence[tuple[str, str]]] = {
@@ -144,6 +147,11 @@ def render(
     found = ranges(runs)
     script = pack.script.read_text(encoding="utf-8")
     readme = (pack.folder / "README.md").read_text(encoding="utf-8")
+    skeleton = scaffold.README.read_text(encoding="utf-8")
+    if unwritten := [heading for heading in HEADINGS if section(readme, heading) in ("", section(skeleton, heading))]:
+        raise UserError(
+            f"{pack.folder.name}/README.md has no words of its own under {', '.join(unwritten)}: write them, then attach it."
+        )
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         undefined=jinja2.StrictUndefined,

@@ -206,11 +206,13 @@ def state(release: Verdicts) -> str:
     return "; ".join(parts) or "right"
 
 
+#: What a constraints file of ours begins with.
+HEADER = "# The newest releases without a bug that a reproducer pack looks for."
+
+
 def constraints(advices: Iterable[Advice]) -> str:
     """A constraints file; each line is within what ``pip install -c`` reads, the reason in a comment."""
-    lines = [
-        "# The newest releases without a bug that a reproducer pack looks for. Use: pip install -c constraints.txt PACKAGE"
-    ]
+    lines = [f"{HEADER} Use: pip install -c constraints.txt PACKAGE"]
     for advice in advices:
         lines += [f"{constraint}  # {reason}" for constraint, reason in advice.constraints()]
         if advice.pin is None:

@@ -18,6 +18,10 @@ STATES = {
     "fixed": "the base has the bug",
     "free": "the base does not have the bug, either",
 }
+#: What the Markdown begins with, and JUnit's XML.
+HEADING = "### Known bugs of "
+XML = '<?xml version="1.0" encoding="utf-8"?>\n<testsuite name="reproducer-packs '
+
 _MARKS = {"brought": "❌", "changed": "⚠️", "unknown": "⚠️", "kept": "➖", "fixed": "✅", "free": "✅"}
 
 
@@ -66,7 +70,7 @@ def _markdown(package: str, base: str, head: str, found: Sequence[Judged]) -> It
     counts = {state: sum(each.state == state for each in found) for state in STATES}
     said = {"brought": "brought", "fixed": "fixed", "kept": "still there", "changed": "changed", "unknown": "not known"}
     told = ", ".join(f"{counts[state]} {word}" for state, word in said.items() if counts[state]) or "none brought, none there"
-    yield f"### Known bugs of {package}: {told}"
+    yield f"{HEADING}{package}: {told}"
     yield ""
     yield f"| | bug | {base} | {head} | evidence |"
     yield "|---|---|---|---|---|"
@@ -97,4 +101,4 @@ def junit(package: str, found: Sequence[Judged]) -> str:
         elif each.state in ("changed", "unknown"):
             ET.SubElement(case, "skipped", message=f"{STATES[each.state]}: {each.why or each.head.verdict}")
     ET.indent(suite)
-    return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(suite, encoding="unicode") + "\n"
+    return XML.partition("\n")[0] + "\n" + ET.tostring(suite, encoding="unicode") + "\n"
