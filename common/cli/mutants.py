@@ -43,7 +43,7 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
 
     found = mutants.run(chosen, jobs=options.jobs or max(1, os.cpu_count() or 1), done=done, source=options.source)
     survived = [outcome for outcome in found if not outcome.killed]
-    out.print(f"{len(found)} mutants, {len(survived)} not noticed.")
+    out.print(f"{len(found)} mutants, {len(survived)} survived.")
     page = ROOT / "docs" / "mutants.md"
     equivalent = {pack.name: mutants.of(pack)[0].equivalent for pack in chosen}
     write_atomically(page, mutants.table(found, equivalent, page.read_text("utf-8") if page.is_file() else ""))

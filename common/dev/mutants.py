@@ -266,8 +266,14 @@ def _run(plan: Plan, release: Release, unpatched: Row, mutant: Mutant, stop: thr
     shutil.rmtree(place, ignore_errors=True)
     row = rows[0] if mutant.side == "unpatched" else rows[1]
     saw = re.sub(r"\s+", " ", str(row.verdict))
+    if row.verdict.outcome in NOTHING and mutant.side is not None:
+        saw = f"shows nothing, for it did not run to its end ({saw})"
     killed = row.as_expected if mutant.side is None else _noticed(row, mutant)
     return Outcome(pack=plan.pack.name, kind=mutant.kind, name=mutant.name, killed=killed, saw=saw)
+
+
+#: Verdicts on the edit or the machine, which say nothing of the checks: it could not be applied, or was stopped.
+NOTHING = ("ERROR", "INFRA", "UNTESTABLE")
 
 
 def _noticed(row: Row, mutant: Mutant) -> bool:
