@@ -83,10 +83,10 @@ def one(case, shape):
         # CUDA's message for any error tells how to get device-side assertions.
         asserted = "device-side assert triggered" in str(raised)
         return {"refused" if asserted else "failed": f"RuntimeError: {str(raised)[:99]}"}
-    kept = torch.where(bad, ignore, y)
-    exact = [t.double().requires_grad_() for t in (x, w)]
+    kept = torch.where(bad, ignore, y).to(device)
+    exact = [t.to(device).double().requires_grad_() for t in (x, w)]
     F.cross_entropy(exact[0] @ exact[1].t(), kept, ignore_index=ignore, reduction="sum").div((y != ignore).sum()).backward()
-    off = (leaves[0].grad.cpu() - exact[0].grad)[kept != ignore].norm(dim=1) / exact[0].grad[kept != ignore].norm(dim=1)
+    off = (leaves[0].grad - exact[0].grad)[kept != ignore].norm(dim=1) / exact[0].grad[kept != ignore].norm(dim=1)
     return {"loss": loss, "others": off.max().item()}
 
 
