@@ -84,11 +84,16 @@ def validate(said, fixed, released, tensors, needs, y, given, scales=SCALES[:1])
     """One loss, with one option, of one dtype, with some tensors trained."""
     each = []
     for function in (released, fixed):
-        graph = Graph(function, tensors, needs, y, given)
-        with Made() as made:
-            (graph.loss * 0.3).backward()
-        each.append(([graph.unweighted, *(leaf.grad for leaf in graph.leaves)], made.count))
+        try:
+            graph = Graph(function, tensors, needs, y, given)
+            with Made() as made:
+                (graph.loss * 0.3).backward()
+            each.append(([graph.unweighted, *(leaf.grad for leaf in graph.leaves)], made.count))
+        except Exception as raised:  # up to 0.7.0 some releases do, where not all is trained: that has to stay, too
+            each.append((f"{type(raised).__name__}: {raised}", 0))
     (want, least), (got, count) = each
+    if isinstance(want, str) or isinstance(got, str):
+        return check("control", f"{said}: the release's own error", want == got)
     alike = [g is w or (g is not None and w is not None and torch.equal(g, w)) for g, w in zip(got, want, strict=True)]
     check("control", f"{said}: one backward is the release's, bit for bit", all(alike))
     check("trigger", f"{said}: one backward makes {count} tensors, {least} as released", count <= least)
