@@ -39,6 +39,7 @@ STYLE = {
     "NOTHING_TO_PATCH": "dim",
     "CHANGED": "yellow",
     "UNTESTABLE": "yellow",
+    "MEASURED": "cyan",
 }
 #: More rows than this get the table alone; their proofs are in the receipts.
 PROOFS = 8

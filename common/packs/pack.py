@@ -27,9 +27,11 @@ else:
     import tomli as tomllib
 
 T = TypeVar("T")
-Kind = Literal["wrong-result", "crash", "capture", "compile", "memory", "refactor", "contract", "selftest"]
+Kind = Literal["wrong-result", "crash", "capture", "compile", "memory", "refactor", "contract", "claim", "selftest"]
 #: What a release may be expected to show. ERROR is the harness's fault and INFRA the machine's, so only the self-test may.
-OUTCOMES = ("REPRODUCED", "ABSENT", "CHANGED", "UNTESTABLE", "ERROR", "INFRA")
+OUTCOMES = ("REPRODUCED", "ABSENT", "CHANGED", "UNTESTABLE", "MEASURED", "ERROR", "INFRA")
+#: Kinds that are about no fault: how code is written, what an article says, and the self-test. No release is wrong for them.
+NO_FAULT = ("refactor", "claim", "selftest")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -392,6 +394,12 @@ def _pack(folder: Path, told: _Toml) -> Pack:
             raise ValueError(f"expected.{entry.range}.lane: {entry.lane} is none of the pack's lanes: {', '.join(told.lanes)}")
     if told.kind != "selftest" and (odd := [e.range for e in expected if e.outcome in ("ERROR", "INFRA")]):
         raise ValueError(f"expected.{odd[0]}: ERROR and INFRA are for the self-test, they say nothing of a release")
+    if odd := [
+        e.range for e in expected if e.outcome not in (("MEASURED", "UNTESTABLE") if told.kind == "claim" else OUTCOMES)
+    ]:
+        raise ValueError(f"expected.{odd[0]}: a pack of kind claim measures, and has no verdict on a bug")
+    if told.kind != "claim" and (odd := [e.range for e in expected if e.outcome == "MEASURED"]):
+        raise ValueError(f"expected.{odd[0]}: MEASURED is for a pack of kind claim")
     if any(v.source for v in told.variants.values()) and not told.tree:
         raise ValueError("a variant with a source needs 'tree', the folders of the repository that make the package")
     for version in told.pinned:

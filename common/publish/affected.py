@@ -11,6 +11,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from common.errors import UserError
+from common.packs.pack import NO_FAULT
 from common.publish.timeline import Entry, Release, Run, Timeline
 from common.store import history
 from common.store.cell import order
@@ -52,7 +53,7 @@ def load(timeline: Path) -> list[Entry]:
         raise UserError(f"{timeline} cannot be read ({error.strerror}): `python -m common tables` writes it.") from error
     except msgspec.MsgspecError as error:
         raise UserError(f"{timeline} is not a timeline: {error}. `python -m common tables` writes it anew.") from error
-    return [entry for entry in index.packs if entry.kind not in ("refactor", "selftest")]
+    return [entry for entry in index.packs if entry.kind not in NO_FAULT]
 
 
 def _best(release: Release) -> Run | None:

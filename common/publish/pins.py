@@ -9,7 +9,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from common.packs.pack import Pack
+from common.packs.pack import NO_FAULT, Pack
 from common.store import history
 from common.store.cell import order
 from common.store.history import History, best
@@ -98,7 +98,7 @@ def advise(
     ``offered`` maps each release on the index to whether it was yanked; without it the index is not gone by.
     """
     packs = list(packs)
-    about = [pack for pack in packs if package in (pack.package, pack.nightly) and pack.kind != "refactor"]
+    about = [pack for pack in packs if package in (pack.package, pack.nightly) and pack.kind not in NO_FAULT]
     about = [pack for pack in about if only is None or pack.name in only]
     verdicts: dict[str, dict[str, history.Seen]] = {}
     for pack in about:

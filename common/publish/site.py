@@ -40,6 +40,7 @@ _SAID = {
     "ABSENT": "bug absent",
     "CHANGED": "something else happens",
     "UNTESTABLE": "cannot be told",
+    "MEASURED": "measured",
     "ERROR": "harness failed",
 }
 
@@ -51,6 +52,7 @@ _KEY = (
     ("○", "absent", "it is not there"),
     ("~", "changed", "something else happens"),
     ("?", "untestable", "it cannot be told"),
+    ("#", "", "measured, no bug is meant"),
     ("≈", "", "its runs differ"),
     ("S I C E D", "", "evidence: source, interpreter, codegen, emulated, device"),
     ("( )", "", "stale: the script or the fix has changed since"),

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, cast
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from common.packs.pack import Pack
+from common.packs.pack import NO_FAULT, Pack
 from common.scrub import md
 from common.store import history
 from common.store.cell import order
@@ -17,10 +17,10 @@ from common.store.grade import strength
 from common.store.history import History, Seen, Stretch, best, ranges, stretches, strongest
 
 #: How a verdict is drawn; the letter beside it is the first of its evidence level.
-GLYPH = {"REPRODUCED": "●", "ABSENT": "○", "CHANGED": "~", "UNTESTABLE": "?", "ERROR": "!"}
+GLYPH = {"REPRODUCED": "●", "ABSENT": "○", "CHANGED": "~", "UNTESTABLE": "?", "MEASURED": "#", "ERROR": "!"}
 LEGEND = (
     "● the bug is there · ●→○ and the pack's fix cures it · ○ it is not there · ~ something else happens · ? it cannot be told · "
-    "! the harness failed · ≈ flaky, its runs differ · blank: never run. "
+    "# measured, no bug is meant · ! the harness failed · ≈ flaky, its runs differ · blank: never run. "
     "Letters, weakest evidence first: S source, I interpreter, C codegen, E emulated, D device. In brackets: stale, "
     "the script or the fix has changed since."
 )
@@ -53,6 +53,9 @@ def glyph(sides: Mapping[str, Sequence[Seen]]) -> str:
 
 def summary(pack: Pack, runs: Sequence[Seen]) -> str:
     """First bad, last bad, first good; every stretch, for histories that go back and forth."""
+    if pack.kind == "claim":
+        measured = [seen.version for seen in sorted(runs, key=lambda s: order(s.version)) if seen.outcome == "MEASURED"]
+        return f"Measured on {', '.join(dict.fromkeys(measured)) or 'no release'}; no bug is meant."
     wrong = stretches(runs)
     if not wrong:
         return "No release shows the bug."
@@ -228,7 +231,7 @@ def osv(pack: Pack, runs: Sequence[Seen]) -> dict[str, Any] | None:
     cannot be told, ``introduced`` / ``last_affected``, which OSV wants in a range of its own.
     """
     wrong = stretches(runs)
-    if not wrong or pack.kind == "refactor":
+    if not wrong or pack.kind in NO_FAULT:
         return None
     times = sorted(seen.started for seen in runs)
     newest = max((order(seen.version) for seen in runs), default=None)

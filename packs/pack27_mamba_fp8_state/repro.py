@@ -1,0 +1,182 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["mamba-ssm==2.3.2.post1", "numpy>=1.26", "torch==2.13.0", "triton==3.7.1"]
+# tool.uv.extra-build-dependencies.mamba-ssm = ["ninja", "packaging", "setuptools", "torch==2.13.0", "wheel"]
+# tool.uv.extra-build-variables.mamba-ssm = { MAMBA_SKIP_CUDA_BUILD = "TRUE", MAMBA_FORCE_BUILD = "TRUE" }
+# ///
+"""mamba-ssm: what it costs to keep the state of Mamba-3's scan in FP8, over the length of a sequence.
+
+No release does so; an article says that FP8 is not worth it for scans. The release's own SISO kernel is called for segments of a sequence, each
+with the state [H, P, N] that the one before ended with, kept in between in fp32, bf16 or FP8. Reports the output's error over the length, for
+heads that forget fast and slowly. A measurement, and no bug. Runs on a GPU, or without one on Triton's interpreter.
+Exits with 0 (MEASURED) or 125 (CHANGED, UNTESTABLE).
+"""
+
+import argparse
+import importlib.util
+import os
+from importlib.metadata import version
+
+device = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+import torch
+import triton
+
+#: What a state of a head forgets in a token: a decay of exp(-rate).
+RATES = (0.1, 0.01, 0.001)
+SHAPE = (32, 2048, 32, 16) if device == "cpu" else (128, 65536, 64, 64)  # N, S, P, chunk
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument(
+    "--segment", type=int, default=64, metavar="TOKENS", help="tokens from one handover to the next (default 64)"
+)
+parser.add_argument("--length", type=int, default=SHAPE[1], metavar="S", help=f"tokens in all (default {SHAPE[1]})")
+autotune = triton.autotune  # slow, and no matter of numbers
+triton.autotune = lambda configs, **rest: autotune(configs[:1], **rest)
+
+
+def release():
+    """The release's function. mamba_ssm/__init__.py loads CUDA extensions that it does not use, so it is not executed."""
+    sys.modules["mamba_ssm"] = importlib.util.module_from_spec(importlib.util.find_spec("mamba_ssm"))
+    if importlib.util.find_spec("mamba_ssm.ops.triton.mamba3") is None:
+        finish("UNTESTABLE", "no-api")
+    if device == "cuda" and not torch.cuda.is_available():
+        print("This needs an NVIDIA GPU, and torch sees none; nox -s pack27 runs it without one, on Triton's interpreter.")
+        finish("UNTESTABLE", "no-device")
+    from mamba_ssm.ops.triton.mamba3 import mamba3_siso_combined as module
+
+    gpu = "interpreter" if device == "cpu" else "device:sm_{}{}".format(*torch.cuda.get_device_capability())
+    FACTS.update(file=module.__file__, version=version("mamba-ssm"), evidence=gpu)
+    return module.mamba3_siso_combined
+
+
+def scaled(dtype):
+    """A cast to FP8 and back, with a scale for each head, from the largest entry of its state [1, H, P, N]."""
+
+    def kept(state):
+        scale = torch.finfo(dtype).max / state.abs().amax((-2, -1), keepdim=True).clamp(min=1e-30)
+        return (state * scale).to(dtype).float() / scale
+
+    return kept
+
+
+KEPT = {
+    "fp32": lambda state: state,
+    "bf16": lambda state: state.bfloat16().float(),
+    "e4m3": scaled(torch.float8_e4m3fn),
+    "e5m2": scaled(torch.float8_e5m2),
+    "thrown away": torch.zeros_like,
+}
+
+
+def inputs(S):
+    """The scan's inputs as the function names them: one sequence, a head for each rate."""
+    N, _, P, _ = SHAPE
+    H = len(RATES)
+    torch.manual_seed(0)
+    shapes = {"Q": (1, S, 1, N), "K": (1, S, 1, N), "V": (1, S, H, P), "Angles": (1, S, H, N // 2), "Trap": (1, H, S)}
+    given = {name: torch.randn(*shape, device=device).bfloat16() for name, shape in shapes.items()}
+    DT = torch.full((1, H, S), 0.1, device=device)
+    ADT = -torch.tensor(RATES, device=device)[None, :, None].expand(1, H, S).contiguous()
+    biases = {name: torch.zeros(H, N, device=device) for name in ("Q_bias", "K_bias")}
+    return {**given, "DT": DT, "ADT": ADT, **biases}
+
+
+def scan(function, given, segment, kept):
+    """The output [S, H, P] in fp32, called for ``segment`` tokens at a time; ``kept`` is what becomes of the state in between."""
+    outs, states, S = [], None, given["V"].shape[1]
+    for start in range(0, S, segment):
+        along = {name: 2 if name in ("DT", "ADT", "Trap") else 1 for name in given if not name.endswith("bias")}
+        part = {name: given[name].narrow(dim, start, min(segment, S - start)).contiguous() for name, dim in along.items()}
+        more = {name: given[name] for name in given if name.endswith("bias")}
+        out, *states = function(
+            **part, **more, Input_States=states and tuple(states), chunk_size=SHAPE[3], return_final_states=True
+        )
+        states[1] = kept(states[1].float())
+        outs.append(out[0].float())
+    return torch.cat(outs)
+
+
+def errors(got, want):
+    """||got - want|| / ||want|| of each head, over the whole length and over each eighth of it."""
+    parts = [slice(None), *(slice(i * len(want) // 8, (i + 1) * len(want) // 8) for i in range(8))]
+    off = (got - want).double()
+    return [[round((off[part, h].norm() / want[part, h].norm()).item(), 6) for part in parts] for h in range(want.shape[1])]
+
+
+@torch.no_grad()
+def main(options):
+    function, given = release(), inputs(options.length)
+    cast = scaled(torch.float8_e4m3fn)
+    operands = {**given, **{name: cast(given[name].float()).bfloat16() for name in "QKV"}}  # bf16 holds every e4m3
+    exact = scan(function, given, options.segment, KEPT["fp32"])
+    whole = errors(scan(function, given, options.length, KEPT["fp32"]), exact)
+    check("control", "a state that is kept in fp32: as in one call", error=max(map(max, whole)), limit=1e-2)
+    found = {name: errors(scan(function, given, options.segment, KEPT[name]), exact) for name in KEPT if name != "fp32"}
+    found["Q, K and V in e4m3"] = errors(scan(function, operands, options.length, KEPT["fp32"]), exact)
+    for name, heads in found.items():
+        for rate, (overall, *eighths) in zip(RATES, heads, strict=True):
+            FACTS["metrics"].setdefault(f"forgets {rate:g} a token", {})[name] = {"all": overall, "by eighth": eighths}
+    thrown, rounded = ([head[0] for head in found[name]] for name in ("thrown away", "bf16"))
+    check("control", "a state that is thrown away is seen", all(t > 10 * r for t, r in zip(thrown, rounded, strict=True)))
+    for rate, figures in FACTS["metrics"].items():
+        print(rate, *(f"  {name}: {figure}" for name, figure in figures.items()), sep="\n")
+    finish("MEASURED")
+
+
+# --- report/1: the same in every script, kept so by `python -m common tables`; docs/scripts.md says what the words mean ---
+import json
+import math
+import os
+import sys
+import traceback
+
+CHECKS, FACTS = [], {"report": 1, "evidence": "none", "metrics": {}}
+
+
+def check(role, name, ok=None, *, error=None, limit=None):
+    """Record whether the release behaves as a correct one: ``ok``, or ``error <= limit``. What is no finite number has failed."""
+    row = {"role": role, "name": name}
+    if limit is not None:
+        error = float(error) if error is not None and math.isfinite(error) else None
+        row |= {"error": error, "limit": limit}
+        ok = error is not None and error <= limit
+    CHECKS.append({**row, "ok": bool(ok)})
+    shown = "" if limit is None else "  not finite" if error is None else f"  {error:.2e} (limit {limit:.0e})"
+    words = ("seen", "not seen") if role == "signature" else ("ok", "FAIL")
+    print(f"{role:<9} {words[not ok]:<8} {name}{shown}", flush=True)
+
+
+def finish(verdict=None, reason=""):
+    """Print the verdict that the checks give, or CHANGED, UNTESTABLE or MEASURED; exit with 10, 0 or 125."""
+    failed = {
+        role: [c["name"] for c in CHECKS if c["role"] == role and not c["ok"]] for role in ("control", "trigger", "signature")
+    }
+    if verdict is None:
+        if not {"control", "trigger"} <= {c["role"] for c in CHECKS}:
+            verdict, reason = "CHANGED", "nothing was checked"
+        elif bad := failed["control"] or (failed["trigger"] and failed["signature"]):
+            verdict, reason = "CHANGED", bad[0]
+        else:
+            verdict = "REPRODUCED" if failed["trigger"] else "ABSENT"
+    absent = "FIX_VALIDATED" if os.environ.get("REPRODUCER_SIDE") == "patched" else "BUG_ABSENT"
+    word = {"REPRODUCED": "BUG_REPRODUCED", "ABSENT": absent}.get(verdict, verdict)
+    facts = json.dumps({**FACTS, "checks": CHECKS, "verdict": verdict})
+    print(json.dumps(json.loads(facts, parse_constant=lambda _: None)))  # NaN is no JSON.
+    print(f"{word}: {reason}" if reason else word)
+    sys.exit({"REPRODUCED": 10, "ABSENT": 0, "MEASURED": 0}.get(verdict, 125))
+
+
+def unexpected(kind, error, trace):
+    traceback.print_exception(kind, error, trace)
+    if issubclass(kind, ImportError):
+        finish("UNTESTABLE", "import")
+    if kind.__name__ in ("MemoryError", "OutOfMemoryError"):
+        finish("UNTESTABLE", "oom")
+    if issubclass(kind, Exception):
+        finish("CHANGED", kind.__name__)
+
+
+sys.excepthook = unexpected
+# --- end of report/1 ---
+
+if __name__ == "__main__":
+    main(parser.parse_args())
