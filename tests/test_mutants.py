@@ -22,7 +22,7 @@ def test_each_pack_has_mutants_that_can_be_made(pack, tmp_path):
         if "_PACK10" in (pack.fix.read_text() if pack.fix.is_file() else ""):
             shutil.copytree(find("pack10").folder, folder.parent / find("pack10").folder.name)
         mutant.make(folder)
-        assert load_fix(folder / "fix.py") or mutant.kind == "blunted"
+        assert mutant.kind == "blunted" or load_fix(folder / "fix.py")
 
 
 @pytest.mark.parametrize(
