@@ -49,6 +49,14 @@ def test_neighbours_that_show_the_same_are_one_range_each_and_hold_every_release
     assert 'No module named "x"' in next(iter(told["expected"].values()))["why"]
 
 
+def test_that_no_release_can_be_imported_is_no_range_to_believe():
+    no = seen("1.0", "UNTESTABLE", "No module named 'six'.")
+    no = dataclasses.replace(no, verdict=dataclasses.replace(no.verdict, reason="import"))
+    lines = list(author.proposed([no, dataclasses.replace(no, cell=dataclasses.replace(no.cell, version="1.1"))]))
+    assert lines[0] == "# No release can be imported (No module named 'six'): does 'requires' lack something?"
+    assert tomllib.loads("\n".join(lines))["expected"]
+
+
 def test_one_outcome_is_one_range_and_none_is_said():
     assert list(author.proposed([seen("1.0", "ABSENT"), seen("2.0", "ABSENT")]))[1].startswith('">=1.0" = ')
     with pytest.raises(UserError, match="nothing can be proposed"):

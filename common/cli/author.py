@@ -45,6 +45,8 @@ def proposed(rows: Sequence[Row]) -> Iterator[str]:
     if bad:
         yield f"pinned = [{', '.join(map(_quoted, [bad[-1], *good[:1]]))}]"
         yield ""
+    if {str(row.verdict) for row in shown} == {"UNTESTABLE: import"}:
+        yield f"# No release can be imported ({shown[-1].message.rstrip('.')}): does 'requires' lack something?"
     yield "[expected]"
     for found, piece in ranges:
         row = piece[-1]
