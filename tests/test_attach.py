@@ -62,6 +62,23 @@ def test_every_machine_counts_and_no_range_bridges_a_release_that_was_not_run_th
     assert "0.7.0 (interpreter)" in text
 
 
+def test_a_machine_that_did_not_run_the_fix_lends_it_no_evidence(tmp_path, store):
+    store(tmp_path, machine="cpu")
+    absent = {
+        **FACTS,
+        "verdict": "ABSENT",
+        "comparisons": [FACTS["comparisons"][0], {**FACTS["comparisons"][1], "error": 1e-7}],
+    }
+    fixed = make_log(
+        {**absent, "file": "<overlay>/toy/__init__.py", "version": "0.7.0"}, sentinel="FIX_VALIDATED", exit=0, side="patched"
+    )
+    store(tmp_path, machine="cpu", side="patched", log=fixed.replace('"version": "1.0"', '"version": "0.7.0"'))
+    store(tmp_path, machine="gpu")
+    text = attach.write(PACK, tmp_path)[0].read_text()
+    assert "| BUG_REPRODUCED; as released alone: interpreter on gpu | FIX_VALIDATED | interpreter on cpu | 2 |" in text
+    assert len(list((tmp_path / "attach" / PACK.name).glob("*.patched.json"))) == 1
+
+
 def test_machines_that_disagree_are_told(tmp_path, store):
     store(tmp_path, version="0.7.0")
     right = log_of("0.7.0", verdict="ABSENT", evidence="device:sm_90").replace("triton-interpreter", "device")

@@ -12,6 +12,7 @@ import yaml
 from helpers import ROOT
 
 from common.cli import main
+from common.errors import UserError
 from common.install import stack
 from common.publish import affected
 
@@ -66,7 +67,7 @@ def results(tmp_path):
         ("4.0", "unknown", "unknown", 0),
         ("5.0", "unknown", "unknown", 0),
         ("2.5", "unknown", "unknown", 0),
-        ("2.0+cu126", "unknown", "unknown", 0),
+        ("2.0+cu126", "affected", "unknown", 1),
     ],
 )
 def test_each_verdict(results, capsys, version, pack50, pack51, code):
@@ -79,7 +80,7 @@ def test_each_verdict(results, capsys, version, pack50, pack51, code):
     if version == "2.0":
         assert (found["pack50"]["newer"], found["pack50"]["older"], found["pack50"]["cured"]) == ("3.0", "1.0", True)
     if version == "2.0+cu126":
-        assert found["pack50"]["why"] == "a local build; 2.0 is affected"
+        assert found["pack50"]["why"] == "a local build of 2.0, which was run"
 
 
 def test_runs_that_differ_are_not_known(results):
@@ -122,8 +123,57 @@ def test_included_files_ranges_and_files_that_disagree(tmp_path):
     assert found.open == {"ranged": ">=1"}
     (tmp_path / "d.txt").write_text("toy-pkg==3.0\n")
     both = stack.merged([stack.of_file(tmp_path / name) for name in ("c.txt", "d.txt")])
-    assert both.open == {"toy-pkg": "2.0 and 3.0 are asked for"}
-    assert both.versions == {}
+    assert both.several == {"toy-pkg": ("2.0", "3.0")}
+    assert both.versions == both.open == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "-rbad.txt",
+        "-r\tbad.txt",
+        "--requirement=bad.txt",
+        "--requirement bad.txt # why",
+        "-cbad.txt",
+        "toy-pkg==2.0 \\",
+        "# a note \\\ntoy-pkg==2.0",
+        "toy-pkg==2.0\t# why",
+        "toy-pkg \\\n  ==2.0",
+        "./wheels/toy_pkg-2.0-py3-none-any.whl",
+        "https://host/toy_pkg-2.0-py3-none-any.whl#sha256=0",
+        "toy-pkg @ https://host/toy_pkg-2.0-py3-none-any.whl",
+    ],
+)
+def test_what_pip_reads_is_read(tmp_path, text):
+    (tmp_path / "bad.txt").write_text("toy-pkg==2.0\n")
+    (tmp_path / "a.txt").write_text(text)
+    assert stack.of_file(tmp_path / "a.txt").versions == {"toy-pkg": "2.0"}
+
+
+def test_a_checkout_is_open_and_a_file_on_standard_input_is_asked_for(tmp_path):
+    (tmp_path / "a.txt").write_text("-e git+https://host/toy@v2.0#egg=toy_pkg\n--index-url https://x\n./folder\n")
+    assert stack.of_file(tmp_path / "a.txt").open == {"toy-pkg": "a checkout"}
+    with pytest.raises(UserError, match=r"standard input:1 asks for bad\.txt: give that file itself"):
+        stack.of_lines(["-r bad.txt"])
+
+
+def test_of_several_versions_the_worst_counts(results, capsys):
+    (results / "uv.lock").write_text(
+        '[[package]]\nname = "toy-pkg"\nversion = "1.0"\n[[package]]\nname = "toy-pkg"\nversion = "2.0"\n'
+    )
+    (results / "a.txt").write_text("toy-pkg==1.0\ntoy-pkg==1.0.0\n")
+    done, said = run(capsys, results / "uv.lock", "--results", results)
+    assert done == 1
+    assert "1.0, 2.0 are asked for" in said
+    assert run(capsys, results / "a.txt", "--results", results)[0] == 0, "one version, written in two ways"
+
+
+@pytest.mark.parametrize("form", ["--sarif", "--junit", "--markdown"])
+def test_an_upgrade_is_told_as_text_or_json(results, capsys, form):
+    (results / "requirements.txt").write_text("toy-pkg==2.0\n")
+    done, said = run(capsys, results / "requirements.txt", "--results", results, "--upgrade", "toy-pkg==3.0", form)
+    assert done == 2
+    assert f"{form} is about what is installed" in said
 
 
 def test_standard_input_and_another_python(results):

@@ -158,10 +158,16 @@ def test_the_committed_records_advise_one_exact_version_or_say_why_not():
     tilelang = pins.advise("tilelang", packs, stored, only={"pack21"})
     assert (tilelang.pin, tilelang.goes_with) == ("0.1.12", ["apache-tvm-ffi==0.1.11"])
     # Advice is joint where one package compiles another's kernels: pack31 runs mamba-ssm's beside tilelang.
-    both = {package: pins.advise(package, packs, stored, only={"pack31"}).goes_with for package in ("tilelang", "mamba-ssm")}
-    assert both["tilelang"] == ["apache-tvm-ffi==0.1.11", "mamba-ssm==2.3.2.post1"]
-    assert both["mamba-ssm"] == ["tilelang==0.1.12", "apache-tvm-ffi==0.1.11"]
-    assert "tilelang==0.1.12" in "\n".join(pins.text(pins.advise("mamba-ssm", packs, stored)))
+    both = {package: pins.advise(package, packs, stored, only={"pack31"}) for package in ("tilelang", "mamba-ssm")}
+    assert both["tilelang"].beside == ["mamba-ssm==2.3.2.post1"]
+    # What pip could not resolve, for mamba-ssm asks for another tilelang, is said and is no constraint; so is a bug in it.
+    assert both["mamba-ssm"].beside == ["tilelang==0.1.12 (wrong there: pack30) and apache-tvm-ffi==0.1.11"]
+    assert "mamba-ssm" not in pins.constraints([both["tilelang"]])
+    assert "# tilelang 0.1.12 has bugs that were not asked about: pack30" in pins.constraints([both["tilelang"]])
+    assert pins.constraints([both["tilelang"]]).startswith("# The newest releases without the bugs of pack31.")
+    assert (
+        "no pack that was named looks for a fault in it" in pins.advise("mamba-ssm", packs, stored, only={"pack04"}).refusal()
+    )
 
 
 def test_a_pre_release_is_advised_only_where_there_is_no_other():

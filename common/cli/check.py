@@ -58,8 +58,10 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     known = {str(canonicalize_name(entry.package)) for entry in index}
     if strange := sorted(wanted.keys() - known):
         raise UserError(f"No pack is about {strange[0]}; there are packs about {', '.join(sorted(known))}.")
+    if wanted and options.form not in (None, "json"):
+        raise UserError(f"--{options.form} is about what is installed: with --upgrade there are text and --json.")
     found = _stack(options, there)
-    findings = affected.findings(index, found.versions, found.open)
+    findings = affected.findings(index, found.versions, found.open, found.several)
     told = Report(stack=found, findings=findings, upgrade=affected.upgrade(index, found.versions, wanted) if wanted else None)
     bad = bool(told.upgrade.brought or told.upgrade.kept) if told.upgrade else bool(told.having("affected"))
     if options.form:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
-from packaging.utils import canonicalize_name
+from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
 
 from common.errors import UserError
@@ -36,13 +37,15 @@ print(json.dumps([pair for pair in found if all(pair)]))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stack:
-    """Distributions by normalized name. ``open`` are those that are asked for without one version, with what is asked.
+    """Distributions by normalized name. ``open`` are those that are asked for without one version, with what is asked; ``several``
+    those that are asked for in more than one, as by a lock file for several platforms, or by two files.
 
     ``lines`` says in which file and line, from 1, each is; ``place`` is what was read.
     """
 
     versions: dict[str, str]
     open: dict[str, str] = field(default_factory=dict)
+    several: dict[str, tuple[str, ...]] = field(default_factory=dict)
     lines: dict[str, tuple[str, int]] = field(default_factory=dict)
     place: str = ""
     total: int = 0
@@ -88,99 +91,130 @@ def _locked(path: Path, text: str) -> Stack:
     if not isinstance(packages, list) or not all(isinstance(each, dict) for each in packages):
         known = "uv.lock, pylock.toml, poetry.lock and pdm.lock have"
         raise UserError(f"{path} has no list of packages, as {known}: give requirements, or a lock file.")
-    stack = Stack(versions={}, place=str(path), total=len(packages))
     numbers: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if line.startswith("name = "):
             numbers.setdefault(canonicalize_name(line.partition("=")[2].strip().strip("\"'")), number)
+    found = []
     for each in packages:
-        name = str(canonicalize_name(str(each.get("name", ""))))
-        stack.lines[name] = str(path), numbers.get(name, 1)
-        if isinstance(version := each.get("version"), str):
-            # A lock for several platforms may hold a package more than once.
-            if stack.versions.setdefault(name, version) != version:
-                stack.open[name] = f"locked at {stack.versions[name]} and {version}"
-        else:
-            stack.open[name] = "locked without a version"
-    for name in stack.open:
-        stack.versions.pop(name, None)
-    return stack
+        name, version = str(canonicalize_name(str(each.get("name", "")))), each.get("version")
+        given = version if isinstance(version, str) else None
+        found.append((name, given, "locked without a version", (str(path), numbers.get(name, 1))))
+    return replace(_gathered(str(path), found), total=len(packages))
+
+
+def _gathered(place: str, found: Iterable[tuple[str, str | None, str, tuple[str, int]]]) -> Stack:
+    """From names, versions where one is said, what is asked for, and file and line."""
+    pins: dict[str, list[str]] = {}
+    open_: dict[str, str] = {}
+    lines: dict[str, tuple[str, int]] = {}
+    for name, version, asked, at in found:
+        lines.setdefault(name, at)
+        if version is None:
+            open_.setdefault(name, asked)
+        elif not any(_same(version, known) for known in pins.setdefault(name, [])):
+            pins[name].append(version)
+    return Stack(
+        versions={name: versions[0] for name, versions in pins.items() if len(versions) == 1},
+        open={name: asked for name, asked in open_.items() if name not in pins},  # not a constraint beside a requirement
+        several={name: tuple(versions) for name, versions in pins.items() if len(versions) > 1},
+        lines=lines,
+        place=place,
+        total=len({*pins, *open_}),
+    )
+
+
+def _same(one: str, other: str) -> bool:
+    try:
+        return Version(one) == Version(other)
+    except InvalidVersion:
+        return one == other
 
 
 def of_lines(lines: Iterable[str], path: Path | None = None) -> Stack:
     """Requirements, with the files that they include. A line that says no version is kept as open, one that is none is an error."""
-    stack = Stack(versions={}, place=str(path or "standard input"))
-    for number, name, version, asked in _requirements(lines, path, set()):
-        stack.lines.setdefault(name, (stack.place, number))
-        if version is None:
-            stack.open.setdefault(name, asked)
-        elif stack.versions.setdefault(name, version) != version:
-            stack.open[name] = f"{stack.versions[name]} and {version} are asked for"
-    for name in stack.open.keys() & stack.versions.keys():
-        if " and " in stack.open[name]:
-            del stack.versions[name]
-        else:  # a constraint beside a requirement
-            del stack.open[name]
-    return Stack(
-        versions=stack.versions,
-        open=stack.open,
-        lines=stack.lines,
-        place=stack.place,
-        total=len({*stack.versions, *stack.open}),
-    )
+    place = str(path or "standard input")
+    found = _requirements(lines, path, set())
+    return _gathered(place, ((name, version, asked, (place, number)) for number, name, version, asked in found))
+
+
+#: Another file, as pip takes it: -r FILE, -rFILE, --requirement=FILE, and -c, --constraint likewise.
+_OTHER = re.compile(r"(?:-[rc]\s*|--(?:requirement|constraint)(?:=|\s+))(.+)")
+
+
+def _logical(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
+    """Lines without comments, each with its number, joined where one ends in a backslash: a comment does not go on, as in pip."""
+    joined, start = "", 0
+    for number, line in enumerate([*lines, ""], 1):
+        is_comment = line.lstrip().startswith("#")
+        start = start if joined else number
+        joined += line[:-1] if line.endswith("\\") and not is_comment else f" {line}"
+        if not line.endswith("\\") or is_comment:
+            yield start, re.sub(r"(^|\s+)#.*$", "", joined).strip()
+            joined = ""
 
 
 def _requirements(lines: Iterable[str], path: Path | None, seen: set[Path]) -> Iterator[tuple[int, str, str | None, str]]:
     """(line, name, version if there is one, what is asked for) of each requirement."""
     where = path or Path("standard input")
-    joined, start = "", 0
-    for number, line in enumerate(lines, 1):
-        start = start if joined else number
-        joined += line.rstrip("\\") if line.endswith("\\") else line
-        if line.endswith("\\"):
+    for start, text in _logical(lines):
+        if not text:
             continue
-        text, joined = joined, ""
-        text = text.partition(" #")[0].strip()
-        if not text or text.startswith("#"):
-            continue
-        option, _, rest = text.partition(" ")
-        if option in ("-r", "--requirement", "-c", "--constraint") and path and rest:
-            other = path.parent / rest.strip()
+        if named := _OTHER.fullmatch(text):
+            if path is None:
+                raise UserError(f"{where}:{start} asks for {named[1].strip()}: give that file itself.")
+            other = path.parent / named[1].strip().strip("\"'")
             if other.resolve() not in seen:
                 if not other.is_file():
-                    raise UserError(f"{where}:{start} asks for {rest.strip()}, which is not there.")
+                    raise UserError(f"{where}:{start} asks for {named[1].strip()}, which is not there.")
                 found = other.read_text(encoding="utf-8-sig").splitlines()
                 for _, *each in _requirements(found, other, {*seen, other.resolve()}):
                     yield (start, *each)  # type: ignore[misc]
             continue
-        if option.startswith("-"):  # An index, a hash mode, or an editable folder, whose version is not said.
+        if egg := re.search(r"[#&]egg=([A-Za-z0-9._-]+)", text):
+            yield start, canonicalize_name(egg[1]), None, "a checkout"
+            continue
+        if text.startswith("-"):  # An index, a hash mode, or an editable folder, whose version is not said.
             continue
         try:
             requirement = Requirement(text.partition(" --hash")[0].strip())
         except InvalidRequirement:
-            if text.startswith((".", "/", "http:", "https:", "git+", "file:")):
+            if text.startswith((".", "/", "http:", "https:", "git+", "file:")) or text.partition(" ")[0].endswith(".whl"):
+                if wheel := _wheel(text):
+                    yield start, *wheel, ""
                 continue
             raise UserError(f"{where}:{start} is no requirement: {text[:60]!r}.") from None
         pinned = [s.version for s in requirement.specifier if s.operator in ("==", "===") and not s.version.endswith("*")]
+        if requirement.url and (wheel := _wheel(requirement.url)):
+            yield start, *wheel, ""
+            continue
         asked = f"@ {requirement.url}" if requirement.url else str(requirement.specifier) or "any version"
         yield start, canonicalize_name(requirement.name), pinned[0] if pinned else None, asked
 
 
+def _wheel(text: str) -> tuple[str, str] | None:
+    """Name and version of a wheel that is named by its path or address; None for a folder, an sdist, a repository."""
+    try:
+        name, version, *_ = parse_wheel_filename(text.split()[0].partition("#")[0].rpartition("/")[2])
+    except InvalidWheelFilename:
+        return None
+    return name, str(version)
+
+
 def merged(stacks: Sequence[Stack]) -> Stack:
-    """Several files as one; a name that two of them pin to different versions is open."""
+    """Several files as one; a name that two of them pin to different versions has several."""
     if len(stacks) == 1:
         return stacks[0]
-    both = Stack(versions={}, place=", ".join(stack.place for stack in stacks))
-    for each in stacks:
-        both.lines.update({name: place for name, place in each.lines.items() if name not in both.lines})
-        for name, version in each.versions.items():
-            if both.versions.setdefault(name, version) != version:
-                both.open[name] = f"{both.versions[name]} and {version} are asked for"
-        both.open.update({name: asked for name, asked in each.open.items() if name not in both.open})
-    for name in [name for name, asked in both.open.items() if " and " in asked]:
-        both.versions.pop(name, None)
-    asked = {name: what for name, what in both.open.items() if name not in both.versions}
-    return replace(both, open=asked, total=len({*both.versions, *asked}))
+    found = (
+        (name, version, asked, each.lines[name])
+        for each in stacks
+        for name, version, asked in [
+            *((name, version, "") for name, version in each.versions.items()),
+            *((name, version, "") for name, versions in each.several.items() for version in versions),
+            *((name, None, asked) for name, asked in each.open.items()),
+        ]
+    )
+    return _gathered(", ".join(stack.place for stack in stacks), found)
 
 
 def pinned(text: str) -> tuple[str, str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -60,13 +60,28 @@ def _best(release: Release) -> Run | None:
     return history.best(run for run in release.runs if run.side == "unpatched")
 
 
-def findings(index: Iterable[Entry], versions: Mapping[str, str], open_: Mapping[str, str] | None = None) -> list[Finding]:
-    """One for each pack about a package that is installed, or (``open_``: name -> what is asked for) wanted in no one version."""
+#: Of several versions that are asked for, what is said of the worst counts.
+_WORST = ("affected", "unknown", "unaffected")
+
+
+def findings(
+    index: Iterable[Entry],
+    versions: Mapping[str, str],
+    open_: Mapping[str, str] | None = None,
+    several: Mapping[str, Sequence[str]] | None = None,
+) -> list[Finding]:
+    """One for each pack about a package that is installed, or wanted in no one version (``open_``: name -> what is asked for) or in
+    more than one (``several``).
+    """
     found = []
     for entry in index:
         name = canonicalize_name(entry.package)
         if name in versions:
             found.append(_finding(entry, versions[name]))
+        elif several and name in several:
+            worst = min((_finding(entry, version) for version in several[name]), key=lambda f: _WORST.index(f.status))
+            why = f"{', '.join(several[name])} are asked for"
+            found.append(replace(worst, why=f"{worst.why}; {why}" if worst.why else why))
         elif open_ and name in open_:
             found.append(_told(entry, open_[name], "unknown", "which version is not said", None))
     return sorted(found, key=lambda f: (f.package, f.pack))
@@ -83,6 +98,8 @@ def _finding(entry: Entry, version: str) -> Finding:
         why = f"it was not run; {entry.releases[-1].version} is the newest that was"
         if public.local:
             base = _finding(entry, public.public)
+            if base.status == "affected":  # as are its builds, as far as anybody knows
+                return replace(base, version=version, why=f"a local build of {public.public}, which was run")
             why = f"a local build; {public.public} is {base.status}" if base.receipt else why
         return _told(entry, version, "unknown", why, None)
     if run.outcome == "REPRODUCED":
@@ -98,7 +115,7 @@ def _finding(entry: Entry, version: str) -> Finding:
     if status != "unknown" and (run.stale or run.flaky):
         why = "seen with an earlier script" if run.stale else f"{run.agree} of {run.runs} runs"
         status = "unknown" if status == "unaffected" else status
-    cured = any(r.side == "patched" and r.outcome == "ABSENT" and r.machine == run.machine for r in at.runs)
+    cured = any(r.side == "patched" and r.outcome == "ABSENT" and r.machine == run.machine and not r.stale for r in at.runs)
     return _told(entry, version, status, why, run, cured)
 
 

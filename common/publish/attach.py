@@ -126,7 +126,10 @@ def _told_of(pack: Pack, runs: Sequence[Seen]) -> Told:
     for seen in runs:
         if seen.side == "unpatched":
             by_cell.setdefault(seen.cell, []).append(seen)
-    chosen = [found for seen in by_cell.values() if (found := best(seen)) is not None] or list(runs)
+    # A machine that ran the fix, too, before one that did not.
+    ran = {(s.cell.version, s.cell.variant, s.machine) for s in runs if s.side == "patched" and s.stopped != "skipped"}
+    both = {cell: [s for s in seen if (cell.version, cell.variant, s.machine) in ran and not s.stale] for cell, seen in by_cell.items()}
+    chosen = [found for cell, seen in by_cell.items() if (found := best(both[cell] or seen)) is not None] or list(runs)
     of_releases = [seen for seen in chosen if not seen.cell.variant] or chosen
     wrong = [seen for seen in of_releases if seen.outcome == "REPRODUCED"]
     at_commits = [seen for seen in chosen if seen.cell.variant and seen.outcome == "REPRODUCED"]
@@ -185,7 +188,7 @@ def render(
                 diff=diff,
                 inline_diff=diff is not None and diff[1].count("\n") <= INLINE_DIFF,
                 pinned={canonicalize_name(Requirement(each).name) for each in pack.at(told.seen.version).requires},
-                stale=told.seen.stale,
+                stale=any(seen.stale for seen in told.sides),
                 headings=TEMPLATES[template] if template else (),
             )
         )

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from common import __version__
 from common.install.stack import Stack
@@ -89,14 +90,14 @@ def sarif(report: Report) -> str:
 
 
 def _location(stack: Stack, finding: Finding) -> dict[str, Any]:
-    if finding.package not in stack.lines:  # An environment has no lines.
+    if stack.lines.get(finding.package, ("standard input", 0))[0] == "standard input":  # An environment has no lines, either.
         return {"logicalLocations": [{"name": finding.package, "kind": "module"}], "message": {"text": stack.place}}
     name, line = stack.lines[finding.package]
     place = Path(name)
     here = Path(os.environ.get("REPRODUCER_CWD") or Path.cwd())  # under nox the process stands elsewhere
     if place.is_absolute() and place.is_relative_to(here):
         place = place.relative_to(here)
-    return {"physicalLocation": {"artifactLocation": {"uri": place.as_posix()}, "region": {"startLine": line}}}
+    return {"physicalLocation": {"artifactLocation": {"uri": quote(place.as_posix())}, "region": {"startLine": line}}}
 
 
 def junit(report: Report) -> str:

@@ -41,6 +41,12 @@ class Advice:
     releases: Sequence[Verdicts]
     reasons: Sequence[str] = ()
     goes_with: Sequence[str] = ()
+    #: Packs that were not asked about, whose bug the pin has.
+    others: Sequence[str] = ()
+    #: What packs about other packages, which run this one beside them, were seen to work with; not what it asks for itself.
+    beside: Sequence[str] = ()
+    #: Whether only some packs were asked about.
+    is_partial: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -48,6 +54,8 @@ class Advice:
             "pin": self.pin,
             "reasons": list(self.reasons),
             "goes_with": list(self.goes_with),
+            "others": list(self.others),
+            "beside": list(self.beside),
             "refused": None if self.pin else self.refusal(),
             "packs": dict(self.titles),
             "releases": [
@@ -72,7 +80,7 @@ class Advice:
     def refusal(self) -> str:
         """Why no release is advised, in one sentence."""
         if not self.titles:
-            return "no pack looks for a fault in it; those about it are about how it is written"
+            return f"no pack {'that was named ' if self.is_partial else ''}looks for a fault in it"
         if not self.releases:
             return "no release has been run"
         near = min(
@@ -119,8 +127,18 @@ def advise(
         for name, seen in verdicts.get(pin or "", {}).items()
     ]
     with_it = [each for pack in about for each in pack.at(pin).requires if each not in pack.requires] if pin else []
-    with_it += [each for pack in about for each in pack.beside] if pin else []
-    with_it += _together(package, packs, stored)
+    asked = {pack.name for pack in about}
+    rest = [
+        pack
+        for pack in packs
+        if package in (pack.package, pack.nightly) and pack.kind not in NO_FAULT and pack.name not in asked
+    ]
+    others = [
+        pack.name
+        for pack in rest
+        if (seen := best(history.releases(stored.of(pack.name, package)).get(pin or "", {}).get("unpatched", ())))
+        and seen.outcome == "REPRODUCED"
+    ]
     return Advice(
         package=package,
         pin=pin,
@@ -128,6 +146,11 @@ def advise(
         releases=releases,
         reasons=reasons,
         goes_with=[each for each in dict.fromkeys(with_it) if "==" in each],
+        others=others,
+        beside=list(
+            dict.fromkeys([*(each for pack in about for each in pack.beside if pin), *_together(package, packs, stored)])
+        ),
+        is_partial=only is not None,
     )
 
 
@@ -135,10 +158,10 @@ def _together(package: str, packs: Iterable[Pack], stored: History) -> Iterator[
     """What other packages' packs that run this one beside them advise: its kernels are compiled by them, say."""
     for pack in packs:
         if package != pack.package and package in [Requirement(each).name for each in pack.beside]:
-            other = advise(pack.package, [pack], stored)
+            other = advise(pack.package, packs, stored, only=[pack.name])
             if other.pin:
-                yield f"{pack.package}=={other.pin}"
-                yield from (each for each in other.goes_with if Requirement(each).name != package)
+                wrong = f" (wrong there: {', '.join(other.others)})" if other.others else ""
+                yield " and ".join([f"{pack.package}=={other.pin}{wrong}", *other.goes_with])
 
 
 def _verdicts(
@@ -175,11 +198,13 @@ def text(advice: Advice) -> Iterator[str]:
     if advice.pin is None:
         hint = " Name the bugs that matter to you with --pack." if len(advice.titles) > 1 else ""
         yield f"{advice.package}: none can be advised: {advice.refusal()}.{hint}"
-        if advice.goes_with:
-            yield f"  Where you take one all the same, {', '.join(advice.goes_with)} go with it."
     else:
         beside = f" with {', '.join(advice.goes_with)}" if advice.goes_with else ""
         yield f"{advice.package}: pin {advice.package}=={advice.pin}{beside}. {'; '.join(advice.reasons)}."
+    if advice.others:
+        yield f"  It has bugs that were not asked about: {', '.join(advice.others)}."
+    for beside in advice.beside:
+        yield f"  Seen to work beside it, whatever its own metadata asks for: {beside}."
     for name, title in advice.titles.items():
         yield f"  {name}  {title}"
     for names, versions in _alike(advice):
@@ -207,13 +232,17 @@ def state(release: Verdicts) -> str:
 
 
 #: What a constraints file of ours begins with.
-HEADER = "# The newest releases without a bug that a reproducer pack looks for."
+HEADER = "# The newest releases without "
 
 
-def constraints(advices: Iterable[Advice]) -> str:
+def constraints(advices: Sequence[Advice]) -> str:
     """A constraints file; each line is within what ``pip install -c`` reads, the reason in a comment."""
-    lines = [f"{HEADER} Use: pip install -c constraints.txt PACKAGE"]
+    asked = sorted({name for advice in advices if advice.is_partial for name in advice.titles})
+    what = f"the bugs of {', '.join(asked)}" if asked else "a bug that a reproducer pack looks for"
+    lines = [f"{HEADER}{what}. Use: pip install -c constraints.txt PACKAGE"]
     for advice in advices:
+        if advice.others:
+            lines.append(f"# {advice.package} {advice.pin} has bugs that were not asked about: {', '.join(advice.others)}")
         lines += [f"{constraint}  # {reason}" for constraint, reason in advice.constraints()]
         if advice.pin is None:
             lines.append(f"# {advice.package}: none can be advised: {advice.refusal()}")

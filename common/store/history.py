@@ -220,9 +220,9 @@ def best(runs: Iterable[JudgedT]) -> JudgedT | None:
 
 
 def cured(seen: Seen, sides: Mapping[str, Iterable[Seen]]) -> bool:
-    """Whether the fix cures what ``seen`` shows, on the same machine."""
+    """Whether the fix cures what ``seen`` shows, on the same machine; a run of an earlier fix says nothing of today's."""
     return seen.outcome == "REPRODUCED" and any(
-        s.outcome == "ABSENT" and s.machine == seen.machine for s in sides.get("patched", ())
+        s.outcome == "ABSENT" and s.machine == seen.machine and s.stale <= seen.stale for s in sides.get("patched", ())
     )
 
 
@@ -370,16 +370,21 @@ def ranges(runs: Iterable[Seen]) -> list[Range]:
     """
     found = []
     by_release = releases(runs)
-    sides = {version: {side: best(seen) for side, seen in both.items()} for version, both in by_release.items()}
+    sides = {version: _pair(both) for version, both in by_release.items()}
 
     def key(item: tuple[str, dict[str, Seen | None]]) -> tuple[str, str, tuple[tuple[str, str], ...]]:
         version, both = item
         first, second = both.get("unpatched"), both.get("patched")
         words = first.word if first else "–"
-        seen = by_release[version].get("unpatched", ())
+        seen = [s for s in by_release[version].get("unpatched", ()) if first and s.stale == first.stale]
         told = sorted({s.outcome: s for s in seen if s.outcome in ("REPRODUCED", "ABSENT")}.values(), key=lambda s: s.outcome)
         words += "".join(f"; {s.word} on {s.machine}" for s in told if first and s.outcome != first.outcome)
-        by = {(s.evidence, s.machine) for s in seen if first and s.word == first.word and s.evidence != "none"}
+        alike = [s for s in seen if first and s.word == first.word and s.evidence != "none"]
+        # Where the fix came to something else, or was not run, only the first side counts.
+        fixed = {s.machine for s in by_release[version].get("patched", ()) if second and s.word == second.word}
+        alone = sorted({f"{s.evidence} on {s.machine}" for s in alike if second and s.machine not in fixed})
+        words += f"; as released alone: {', '.join(alone)}" if alone else ""
+        by = {(s.evidence, s.machine) for s in alike if second is None or s.machine in fixed}
         return words, second.word if second else "–", tuple(sorted(by, key=lambda pair: (-strength(pair[0]), pair[1])))
 
     for (unpatched, patched, evidence), group in groupby(sides.items(), key=key):
@@ -408,10 +413,19 @@ def ranges(runs: Iterable[Seen]) -> list[Range]:
                     for version, both in items
                     if (best_ := both.get("unpatched"))
                     for seen in by_release[version]["unpatched"]
+                    if seen.stale == best_.stale
                 ),
             )
         )
     return found
+
+
+def _pair(both: Mapping[str, Sequence[Seen]]) -> dict[str, Seen | None]:
+    """Both sides of a release from one machine: the one to go by of those that ran both, where there are any."""
+    first, second = both.get("unpatched", ()), both.get("patched", ())
+    ran = {seen.machine for seen in second if seen.stopped != "skipped"}
+    chosen = best(s for s in first if s.machine in ran and not s.stale) or best(first)
+    return {"unpatched": chosen, "patched": best(s for s in second if chosen and s.machine == chosen.machine)}
 
 
 def _span(values: Iterable[float | None], *others: str) -> str:
