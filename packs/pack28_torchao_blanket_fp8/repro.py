@@ -1,0 +1,166 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["numpy>=1.26", "torch==2.13.0", "torchao==0.18.0"]
+# ///
+"""torchao: which part of a small hybrid model minds FP8, and what all parts in FP8 cost together.
+
+An article says that blanket FP8 is too coarse for a hybrid model. A byte-level model of attention, a state-space scan and a mixture of experts is
+trained on the release's own source files: in fp32 with several seeds, with one part in FP8 at a time, with all linear layers, and with all parts.
+Linear layers are torchao's Float8Linear (emulated, as on a CPU or an older GPU); everything else is cast by torchao's own tensorwise dynamic scaling,
+e4m3 forward and e5m2 backward. Reports the loss of held-out text. A measurement, and no bug. Exits with 0 (MEASURED) or 125 (CHANGED, UNTESTABLE).
+"""
+
+import argparse
+import importlib.util
+from importlib.metadata import files, version
+
+import torch
+import torch.nn.functional as F
+from model import Model, Part
+
+LENGTH, BATCH = 32, 16  # tokens
+PARTS = ("embeddings", "norms", "attention", "scan", "router", "experts", "head")
+SEEDS = 3
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--steps", type=int, default=40, metavar="N", help="steps of training (default 40)")
+
+
+def release():
+    """torchao's conversion of linear layers, and its cast of a tensor to FP8 and back."""
+    if importlib.util.find_spec("torchao") is None or importlib.util.find_spec("torchao.float8") is None:
+        finish("UNTESTABLE", "no-api")
+    from torchao import float8
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+
+    moved = importlib.util.find_spec("torchao.float8.float8_training_tensor")  # from 0.13 on
+    tensors = importlib.import_module(f"torchao.float8.float8_{'training_' if moved else ''}tensor")
+
+    FACTS.update(file=float8.__file__, version=version("torchao"), evidence="source")
+
+    def cast(x, dtype):
+        return hp_tensor_to_float8_dynamic(x, dtype, tensors.LinearMMConfig()).to_original_precision()
+
+    def convert(model, parts):
+        config = float8.Float8LinearConfig(emulate=True)
+        return float8.convert_to_float8_training(
+            model, config=config, module_filter_fn=lambda _, name: name.split(".")[-2] in parts
+        )
+
+    return convert, cast
+
+
+def text():
+    """Bytes of the release's own Python files; the last tenth is held out."""
+    found = sorted(str(f) for f in files("torchao") if str(f).startswith("torchao/float8/") and f.suffix == ".py")
+    return torch.frombuffer(
+        bytearray(b"".join((files("torchao")[0].locate().parent.parent / f).read_bytes() for f in found)), dtype=torch.uint8
+    ).long()
+
+
+def loss_of(model, data, generator):
+    at = torch.randint(0, len(data) - LENGTH - 1, (BATCH,), generator=generator)
+    tokens = torch.stack([data[i : i + LENGTH + 1] for i in at])
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def trained(convert, cast, data, parts, seed, steps):
+    """The loss of held-out text, in nats a byte, after training with some parts in FP8; and how many linear layers were converted."""
+    torch.manual_seed(seed)
+    Part.cast, Part.parts = staticmethod(cast), frozenset(parts)
+    model = convert(Model(), parts)
+    known, held = data[: len(data) * 9 // 10], data[len(data) * 9 // 10 :]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        loss_of(model, known, generator).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    generator.manual_seed(1234)
+    with torch.no_grad():
+        losses = [loss_of(model, held, generator).item() for _ in range(16)]
+    return sum(losses) / len(losses), sum(type(m).__name__ == "Float8Linear" for m in model.modules())
+
+
+def main(options):
+    convert, cast = release()
+    data = text()
+    plain = [trained(convert, cast, data, (), seed, options.steps)[0] for seed in range(SEEDS)]
+    counts = torch.bincount(data, minlength=256).double() / len(data)
+    unigram = -(counts * counts.clamp(min=1e-12).log()).sum().item()
+    check("control", "the model learns more than how often each byte stands", max(plain) < 0.9 * unigram)
+    FACTS["metrics"] |= {"fp32": [round(loss, 4) for loss in plain]}
+    print("fp32", FACTS["metrics"]["fp32"], "unigrams", round(unigram, 4))
+    layers, same = {}, []
+    for name, parts in {**{part: (part,) for part in PARTS}, "all": PARTS}.items():
+        runs = [trained(convert, cast, data, parts, seed, options.steps) for seed in range(SEEDS)]
+        layers[name] = runs[0][1]
+        off = [round(loss - before, 4) for (loss, _), before in zip(runs, plain, strict=True)]
+        same += [name] if all(loss == before for (loss, _), before in zip(runs, plain, strict=True)) else []
+        FACTS["metrics"][name] = {"loss more than fp32, by seed": off}
+        print(name, off)
+    want = {"attention": 2, "scan": 2, "router": 1, "experts": 2, "head": 1, "all": 8}
+    check(
+        "control", "the linear layers of each part are torchao's Float8Linear", all(layers[n] == want.get(n, 0) for n in layers)
+    )
+    check("control", f"each part changes the loss{': not ' + ', '.join(same) if same else ''}", not same)
+    finish("MEASURED")
+
+
+# --- report/1: the same in every script, kept so by `python -m common tables`; docs/scripts.md says what the words mean ---
+import json
+import math
+import os
+import sys
+import traceback
+
+CHECKS, FACTS = [], {"report": 1, "evidence": "none", "metrics": {}}
+
+
+def check(role, name, ok=None, *, error=None, limit=None):
+    """Record whether the release behaves as a correct one: ``ok``, or ``error <= limit``. What is no finite number has failed."""
+    row = {"role": role, "name": name}
+    if limit is not None:
+        error = float(error) if error is not None and math.isfinite(error) else None
+        row |= {"error": error, "limit": limit}
+        ok = error is not None and error <= limit
+    CHECKS.append({**row, "ok": bool(ok)})
+    shown = "" if limit is None else "  not finite" if error is None else f"  {error:.2e} (limit {limit:.0e})"
+    words = ("seen", "not seen") if role == "signature" else ("ok", "FAIL")
+    print(f"{role:<9} {words[not ok]:<8} {name}{shown}", flush=True)
+
+
+def finish(verdict=None, reason=""):
+    """Print the verdict that the checks give, or CHANGED, UNTESTABLE or MEASURED; exit with 10, 0 or 125."""
+    failed = {
+        role: [c["name"] for c in CHECKS if c["role"] == role and not c["ok"]] for role in ("control", "trigger", "signature")
+    }
+    if verdict is None:
+        if not {"control", "trigger"} <= {c["role"] for c in CHECKS}:
+            verdict, reason = "CHANGED", "nothing was checked"
+        elif bad := failed["control"] or (failed["trigger"] and failed["signature"]):
+            verdict, reason = "CHANGED", bad[0]
+        else:
+            verdict = "REPRODUCED" if failed["trigger"] else "ABSENT"
+    absent = "FIX_VALIDATED" if os.environ.get("REPRODUCER_SIDE") == "patched" else "BUG_ABSENT"
+    word = {"REPRODUCED": "BUG_REPRODUCED", "ABSENT": absent}.get(verdict, verdict)
+    facts = json.dumps({**FACTS, "checks": CHECKS, "verdict": verdict})
+    print(json.dumps(json.loads(facts, parse_constant=lambda _: None)))  # NaN is no JSON.
+    print(f"{word}: {reason}" if reason else word)
+    sys.exit({"REPRODUCED": 10, "ABSENT": 0, "MEASURED": 0}.get(verdict, 125))
+
+
+def unexpected(kind, error, trace):
+    traceback.print_exception(kind, error, trace)
+    if issubclass(kind, ImportError):
+        finish("UNTESTABLE", "import")
+    if kind.__name__ in ("MemoryError", "OutOfMemoryError"):
+        finish("UNTESTABLE", "oom")
+    if issubclass(kind, Exception):
+        finish("CHANGED", kind.__name__)
+
+
+sys.excepthook = unexpected
+# --- end of report/1 ---
+
+if __name__ == "__main__":
+    main(parser.parse_args())
