@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import statistics
 
 import pytest
 from helpers import ROOT
@@ -72,6 +73,28 @@ def test_every_number_is_in_a_receipt(name):
     text = "\n".join(attach.section(readme, each) for each in ("Trigger", "Fix", "Scope claimed", "Scope NOT claimed"))
     known = recorded(pack)
     assert [(n, unit) for n, unit in told(text) if n not in GIVEN.get(name, {}) and not is_backed(n, unit, known)] == []
+
+
+def test_the_table_of_pack28_is_the_mean_of_its_releases():
+    """One row for each part of the model: the mean of all releases, and the least and the largest of their means."""
+    pack, off, plain, single = find("pack28"), {}, [], []
+    for path in sorted((RESULTS / "linux-x86_64-cpu" / pack.name).glob("*.unpatched.json")):
+        log = path.parent / json.loads(path.read_text())["predicate"]["reproducer"]["log"]["name"]
+        metrics = next(json.loads(line) for line in log.read_text().splitlines() if line.startswith('{"report"'))["metrics"]
+        plain += metrics.pop("fp32", [])
+        for part, measured in metrics.items():
+            runs = measured["loss more than fp32, by seed"]
+            off.setdefault(part, []).append(statistics.mean(runs))
+            single += runs if part == "scan" else []
+    readme = (pack.folder / "README.md").read_text().replace("−", "-")
+    written = re.findall(r"^\| (\w+)(?: parts)? \| (-?[\d.]+) \| (-?[\d.]+) – (-?[\d.]+) \|$", readme, re.MULTILINE)
+    assert {part: tuple(map(float, row)) for part, *row in written} == {
+        part: tuple(round(each, 4) + 0.0 for each in (statistics.mean(means), min(means), max(means)))
+        for part, means in off.items()
+    }
+    assert f"{len(off['all'])} releases" in readme
+    assert f"between {min(single)} and {max(single)}" in readme
+    assert f"{min(plain):.1f} – {max(plain):.1f} in fp32" in readme
 
 
 def test_a_number_that_no_run_gave_is_found():
