@@ -128,7 +128,10 @@ def _told_of(pack: Pack, runs: Sequence[Seen]) -> Told:
             by_cell.setdefault(seen.cell, []).append(seen)
     # A machine that ran the fix, too, before one that did not.
     ran = {(s.cell.version, s.cell.variant, s.machine) for s in runs if s.side == "patched" and s.stopped != "skipped"}
-    both = {cell: [s for s in seen if (cell.version, cell.variant, s.machine) in ran and not s.stale] for cell, seen in by_cell.items()}
+    both = {
+        cell: [s for s in seen if (cell.version, cell.variant, s.machine) in ran and not s.stale]
+        for cell, seen in by_cell.items()
+    }
     chosen = [found for cell, seen in by_cell.items() if (found := best(both[cell] or seen)) is not None] or list(runs)
     of_releases = [seen for seen in chosen if not seen.cell.variant] or chosen
     wrong = [seen for seen in of_releases if seen.outcome == "REPRODUCED"]
