@@ -15,7 +15,7 @@ from markdown_it import MarkdownIt
 from packaging.requirements import Requirement
 
 from common.files import RESULTS
-from common.packs.pack import all_packs, find
+from common.packs.pack import NO_FAULT, all_packs, find
 from common.publish import pins, timeline
 from common.store import history
 from common.store.cell import Cell
@@ -150,7 +150,7 @@ def test_the_committed_records_advise_one_exact_version_or_say_why_not():
         advice = pins.advise(package, packs, stored)
         assert (advice.pin is None) == bool(advice.to_dict()["refused"])
         for pack in packs if advice.pin else ():
-            if pack.package == package and pack.kind != "refactor":
+            if pack.package == package and pack.kind not in NO_FAULT:
                 found = history.best(
                     s for s in stored.of(pack.name, package) if s.version == advice.pin and s.side == "unpatched"
                 )

@@ -27,11 +27,24 @@ else:
     import tomli as tomllib
 
 T = TypeVar("T")
-Kind = Literal["wrong-result", "crash", "capture", "compile", "memory", "refactor", "contract", "claim", "selftest"]
+Kind = Literal[
+    "wrong-result",
+    "crash",
+    "capture",
+    "compile",
+    "memory",
+    "performance",
+    "refactor",
+    "contract",
+    "feature",
+    "claim",
+    "selftest",
+]
 #: What a release may be expected to show. ERROR is the harness's fault and INFRA the machine's, so only the self-test may.
 OUTCOMES = ("REPRODUCED", "ABSENT", "CHANGED", "UNTESTABLE", "MEASURED", "ERROR", "INFRA")
-#: Kinds that are about no fault: how code is written, what an article says, and the self-test. No release is wrong for them.
-NO_FAULT = ("refactor", "claim", "selftest")
+#: Kinds that are about no fault: how code is written, what two packages take of each other, a feature that is missing, what an
+#: article says, and the self-test. No release is wrong for them.
+NO_FAULT = ("refactor", "contract", "feature", "claim", "selftest")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
