@@ -5,7 +5,7 @@
 """torchao: which part of a small hybrid model minds FP8, and what all parts in FP8 cost together.
 
 An article says that blanket FP8 is too coarse for a hybrid model. A byte-level model of attention, a state-space scan and a mixture of experts is
-trained on the release's own source files: in fp32 with several seeds, with one part in FP8 at a time, with all linear layers, and with all parts.
+trained on the release's own source files: in fp32 with several seeds, with one part in FP8 at a time, and with all parts.
 Linear layers are torchao's Float8Linear (emulated, as on a CPU or an older GPU); everything else is cast by torchao's own tensorwise dynamic scaling,
 e4m3 forward and e5m2 backward. Reports the loss of held-out text. A measurement, and no bug. Exits with 0 (MEASURED) or 125 (CHANGED, UNTESTABLE).
 """
