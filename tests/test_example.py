@@ -21,7 +21,7 @@ FOLDER = ROOT / "docs/example/pack98_humanize_rollover"
 def test_it_keeps_the_contract():
     check_contract(FOLDER)
     for script in ("repro.py", "validate.py"):
-        assert reportblock.block((FOLDER / script).read_text()) == reportblock.TEXT
+        assert reportblock.blocks((FOLDER / script).read_text()) == {"report": reportblock.TEXT}
 
 
 @pytest.fixture

@@ -215,8 +215,7 @@ class Pack:
         for script in dict.fromkeys(scripts):
             text = script.read_text(encoding="utf-8")
             hashes[_label(self.folder, script)] = hashlib.sha256(reportblock.own(text).encode()).hexdigest()
-            if block := reportblock.block(text):
-                hashes["report"] = hashlib.sha256(block.encode()).hexdigest()
+            hashes |= {n: hashlib.sha256(block.encode()).hexdigest() for n, block in reportblock.blocks(text).items()}
         files = [*lane_files] + (fixes if side == "patched" else [])
         hashes |= {_label(self.folder, f): hashlib.sha256(f.read_bytes()).hexdigest() for f in files if f.exists()}
         hashes["requires"] = hashlib.sha256("\n".join(self.requires).encode()).hexdigest()

@@ -1,6 +1,7 @@
-"""The report block: the lines of a script that record checks and give the verdict. One text, written into every script.
+"""Blocks: lines that are the same in many scripts, for a script is attached to issues as it is and runs alone.
 
-A script is attached to issues as it is and runs alone, so the block stands in each; being the same in each, it is read once.
+``report`` records checks and gives the verdict, and stands in every script; ``contract`` holds the rows of the loss's contract, and stands in the
+packs that measure an implementation of it. Being the same in each, a block is read once.
 """
 
 from __future__ import annotations
@@ -9,22 +10,31 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-TEXT = (Path(__file__).parent / "templates" / "report.py.txt").read_text(encoding="utf-8")
-_BLOCK = re.compile(r"^# --- report/1\b.*?^# --- end of report/1 ---\n", re.MULTILINE | re.DOTALL)
+_FOLDER = Path(__file__).parent / "templates"
+TEXTS = {name: (_FOLDER / f"{name}.py.txt").read_text(encoding="utf-8") for name in ("report", "contract")}
+TEXT = TEXTS["report"]
+_BLOCKS = {name: re.compile(rf"^# --- {name}/1\b.*?^# --- end of {name}/1 ---\n", re.MULTILINE | re.DOTALL) for name in TEXTS}
 
 
 def own(script: str) -> str:
-    """A script without its report block."""
-    return _BLOCK.sub("", script)
+    """A script without its blocks."""
+    for pattern in _BLOCKS.values():
+        script = pattern.sub("", script)
+    return script
 
 
-def block(script: str) -> str:
-    """The report block of a script; empty for one that imports it, or of the form before it."""
-    found = _BLOCK.search(script)
-    return found[0] if found else ""
+def blocks(script: str) -> dict[str, str]:
+    """The blocks of a script by name; none for one that imports them, or of the form before them."""
+    return {name: found[0] for name, pattern in _BLOCKS.items() if (found := pattern.search(script))}
 
 
 def written(scripts: Iterable[Path]) -> Mapping[Path, str]:
-    """The scripts that have a block, with the block of today."""
+    """The scripts that have blocks, with the blocks of today."""
     texts = {path: path.read_text(encoding="utf-8") for path in scripts}
-    return {path: _BLOCK.sub(lambda _: TEXT, text) for path, text in texts.items() if block(text)}
+    return {path: _today(text) for path, text in texts.items() if blocks(text)}
+
+
+def _today(text: str) -> str:
+    for name, pattern in _BLOCKS.items():
+        text = pattern.sub(lambda _, name=name: TEXTS[name], text)
+    return text
