@@ -1,0 +1,358 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["einops", "fla-core==0.6.0", "numpy>=1.26", "packaging", "torch==2.13.0", "triton==3.7.1"]
+# ///
+"""fla-core: fused linear cross entropy against the contract of the loss, row by row.
+
+27 rows, which any linear cross entropy should pass: reductions, weighted tokens, ignored labels, frozen tensors, layouts, a second backward, labels out
+of range, and more. Each is compared with torch's own functions in fp64. Runs on a GPU, or without one on Triton's interpreter. Exits with 0
+(MEASURED) or 125.
+"""
+
+import inspect
+import os
+import subprocess
+import threading
+from importlib.metadata import version
+
+import torch
+import torch.nn.functional as F
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+os.environ["TRITON_INTERPRET"] = "0" if device == "cuda" else "1"
+
+
+def release():
+    from fla.modules import fused_linear_cross_entropy as module
+
+    module = sys.modules[module.__module__] if inspect.isfunction(module) else module
+    FACTS.update(file=module.__file__, version=version("fla-core"))
+    FACTS["evidence"] = "device:sm_{}{}".format(*torch.cuda.get_device_capability()) if device == "cuda" else "interpreter"
+    function = module.fused_linear_cross_entropy_loss
+    takes = inspect.signature(function).parameters
+
+    def loss(x, w, y, b=None, *, softcap=None, **given):
+        given |= {"bias": b} if b is not None else {}
+        given |= {"logit_softcapping": softcap} if softcap is not None else {}
+        if missing := [name for name in given if name not in takes]:
+            raise NotImplementedError(f"no {missing[0]}")
+        if given.get("reduction") == "none":
+            raise NotImplementedError("no reduction none")
+        return function(x, y, w, **given)
+
+    return loss
+
+
+# --- contract/1: the same in every script that has it, kept so by `python -m common tables`; docs/contract.md says what the rows mean ---
+BT, H, V = 16, 32, 70  # tokens, channels, vocabulary: no power of two
+LIMITS = {"float32": 1e-4, "float16": 2e-2}
+HALF = 4  # an error in fp16 may be so many times what rounding alone makes
+
+
+def inputs(seed=0):
+    """x [BT, H], w [V, H], b [V] fp32, labels y [BT], and a weight for each token [BT], some of them negative."""
+    torch.manual_seed(seed)
+    return torch.randn(BT, H), torch.randn(V, H) / H**0.5, torch.randn(V), torch.randint(0, V, (BT,)), torch.randn(BT)
+
+
+def eager(x, w, y, b=None, *, softcap=None, **given):
+    """The definition: logits in full."""
+    logits = x @ w.t() + (0 if b is None else b)
+    return F.cross_entropy(logits if softcap is None else softcap * torch.tanh(logits / softcap), y, **given)
+
+
+def wrong(x, w, y, b=None, **given):
+    """One that each row has to refuse: 1 % and 0.01 off, and labels out of range are taken."""
+    y = torch.where((y < 0) & (y != given.get("ignore_index", -100)) | (y >= len(w)), 0, y)
+    return 1.01 * torch.nan_to_num(eager(x, w, y, b, **given), nan=1.0) + 0.01 * sum(t.sum() for t in (x, w) if t.requires_grad)
+
+
+def graded(function, tensors, y, needs="xwb", given=1.0, twice=False, **options):
+    """The loss, and the gradients of those of x, w and b that need one; None where there is none."""
+    leaves = [t.detach().requires_grad_(name in needs) for t, name in zip(tensors, "xwb", strict=False)]
+    loss = function(*leaves[:2], y, *leaves[2:], **options)
+    given = torch.as_tensor(given, dtype=loss.dtype, device=loss.device)
+    given = given.expand(loss.shape) if given.dim() == 0 else given
+    if (options.get("reduction") == "none" and loss.dim() != 1) or given.shape != loss.shape:
+        raise ValueError(f"a loss of shape {tuple(loss.shape)}")
+    if twice:  # of which the second counts
+        loss.backward(given, retain_graph=True)
+        for leaf in leaves:
+            leaf.grad = None
+    loss.backward(given)
+    return [loss.detach(), *(leaf.grad for leaf in leaves if leaf.requires_grad)]
+
+
+def off(got, want):
+    """The largest relative L2 error; None where a gradient is missing, inf where one has another shape or is not finite."""
+    if any(g is None for g in got):
+        return None
+    if any(g.shape != r.shape for g, r in zip(got, want, strict=True)):
+        return math.inf
+    errors = [((g.double() - r).norm() / r.norm().clamp(min=1e-30)).item() for g, r in zip(got, want, strict=True)]
+    return max(error if math.isfinite(error) else math.inf for error in errors)
+
+
+def against(function, dtype, *, layout=lambda x, w: (x, w), bias=False, labels=None, limit=None, **given):
+    """How far a function is off the definition in fp64 of the same inputs."""
+    x, w, b, y, _ = inputs()
+    x, w, b = (t.to(device, dtype) for t in (x, w, b))
+    x, w = layout(x, w)
+    y = (y if labels is None else labels(y.clone())).to(device)
+    tensors = (x, w, b) if bias else (x, w)
+    want = graded(eager, [t.double() for t in tensors], y, **{**given, "twice": False})
+    error = off(graded(function, tensors, y, **given), want)
+    least = max(off([g.to(dtype)], [g]) for g in want)
+    return error, limit or max(LIMITS[str(dtype)[6:]], HALF * least)
+
+
+def ignored(y):
+    y[1::3] = -100
+    return y
+
+
+def columns(which):
+    return lambda x, w: [t.t().contiguous().t() if name in which else t for t, name in ((x, "x"), (w, "w"))]
+
+
+def confident(function, dtype):
+    """In fp16, labels of probability 0.9998 or so: the gradient is their small difference from 1."""
+    _, w, _, y, _ = inputs()
+    w = w.to(device, torch.float16)
+    y = y.to(device)
+    x = (8.5 * w[y].float() / w[y].float().norm(dim=1, keepdim=True) ** 2).to(torch.float16)
+    want = graded(eager, [x.double(), w.double()], y, given=float(BT))
+    return off(graded(function, (x, w), y, given=float(BT))[1:2], want[1:2]), 2e-2
+
+
+def untouched(function, dtype):
+    """0 where neither a forward without gradients nor one with them and a backward changes what it was given."""
+    x, w, _, y, _ = inputs()
+    x, w, y = x.to(device, dtype), w.to(device, dtype), y.to(device)
+    before = [t.clone() for t in (x, w, y)]
+    with torch.no_grad():
+        function(x, w, y)
+    graded(function, (x, w), y, given=0.5)
+    changed = any(not torch.equal(t, old) for t, old in zip((x, w, y), before, strict=True))
+    return float(changed) + float(abs(function(x, w, y).item() / eager(x.double(), w.double(), y).item() - 1) > 5e-3), 0.0
+
+
+def without_gradients(*, bias):
+    def row(function, dtype):
+        tensors, y = [t.to(device, dtype) for t in inputs()[: 2 + bias]], inputs()[3].to(device)
+        with torch.no_grad():
+            got = function(*tensors[:2], y, *tensors[2:])
+            return off([got], [eager(*(t.double() for t in tensors[:2]), y, *tensors[2:])]), LIMITS[str(dtype)[6:]]
+
+    return row
+
+
+def none_left(function, dtype):
+    """All labels ignored: torch's mean is NaN. A loss and gradients of 0 are right, too."""
+    x, w, _, y, _ = inputs()
+    got = graded(function, (x.to(device, dtype), w.to(device, dtype)), torch.full_like(y, -100).to(device))
+    loss, gradients = got[0], got[1:]
+    zero = loss.item() == 0 and all(g is not None and not g.any() for g in gradients)
+    return (0.0 if zero or math.isnan(loss.item()) else math.inf), 0.0
+
+
+def no_tokens(function, dtype):
+    x, w, _, y, _ = inputs()
+    given = (x[:0].to(device, dtype), w.to(device, dtype)), y[:0].to(device)
+    try:
+        got = graded(function, *given, reduction="sum")
+    except NotImplementedError:
+        got = graded(function, *given, reduction="none", given=[])
+    return float(any(g is None or bool(g.any()) for g in got)), 0.0
+
+
+def autocast(function, dtype):
+    x, w, _, y, _ = inputs()
+    with torch.autocast(device, torch.bfloat16 if device == "cuda" else torch.float16):
+        got = graded(function, (x.to(device), w.to(device)), y.to(device))
+    return off(got, graded(eager, (x.to(device).double(), w.to(device).double()), y.to(device))), 2e-2
+
+
+def refused(label):
+    """0 where a label that is out of range raises."""
+
+    def row(function, dtype):
+        x, w, _, y, _ = inputs()
+        y[2] = label
+        try:
+            graded(function, (x.to(device, dtype), w.to(device, dtype)), y.to(device))
+            if device == "cuda":
+                torch.cuda.synchronize()
+        except (AssertionError, IndexError, ValueError):
+            return 0.0, 0.0
+        except RuntimeError as raised:
+            if "out of bounds" in str(raised) or "device-side assert triggered" in str(raised):
+                return 0.0, 0.0
+            raise
+        return math.inf, 0.0
+
+    return row
+
+
+def second(function, dtype):
+    """A second backward over the same graph is right, or refused."""
+    try:
+        return against(function, dtype, given=0.5, twice=True)
+    except RuntimeError as raised:
+        if type(raised) is not RuntimeError:  # as Triton's are
+            raise
+        return 0.0, 0.0
+
+
+def plain(**given):
+    return lambda function, dtype: against(function, dtype, **given)
+
+
+WEIGHTS = inputs()[-1].tolist()
+ROWS = {
+    "mean, no_grad": without_gradients(bias=False),
+    "mean": plain(),
+    "sum": plain(reduction="sum"),
+    "mean, times 0.5": plain(given=0.5),
+    "none, all gradients 1": plain(reduction="none", given=[1.0] * BT),
+    "none, weighted tokens": plain(reduction="none", given=WEIGHTS),
+    "none, a gradient of stride 0": plain(reduction="none", given=0.5),
+    "mean, labels ignored": plain(labels=ignored),
+    "none, labels ignored": plain(reduction="none", labels=ignored, given=WEIGHTS),
+    "another ignore_index": plain(ignore_index=7, labels=lambda y: torch.where(torch.arange(BT) % 3 == 1, 7, y)),
+    "all labels ignored": none_left,
+    "no tokens": no_tokens,
+    "frozen input": plain(needs="w", given=0.5),
+    "frozen weight": plain(needs="x", given=0.5),
+    "bias": plain(bias=True),
+    "bias, frozen input": plain(bias=True, needs="wb"),
+    "bias, no_grad": without_gradients(bias=True),
+    "second backward": second,
+    "column-major input": plain(layout=columns("x"), given=0.5),
+    "column-major weight": plain(layout=columns("w"), given=0.5),
+    "softcap": plain(softcap=4.0),
+    "label smoothing": plain(label_smoothing=0.1),
+    "autocast": autocast,
+    "fp16, confident labels": confident,
+    "arguments are left alone": untouched,
+    "a label of V": refused(V),
+    "a label of -1": refused(-1),
+}
+ALONE = "a label of V", "a label of -1"  # may write where they should not: each in a process of its own
+
+
+def seen(row, function, dtype):
+    """What one row showed: ``ok`` is None where the function does not take what it asks for, ``error`` where there is no number."""
+    try:
+        error, limit = ROWS[row](function, dtype)
+    except NotImplementedError as raised:
+        return {"ok": None, "error": None, "saw": str(raised)}
+    except Exception as raised:
+        words = f"{type(raised).__name__}: {(str(raised).splitlines() or [''])[0][:80]}"
+        # What Triton's interpreter cannot run says nothing of a GPU.
+        return {"ok": None if "InterpreterError" in words else False, "error": None, "saw": words}
+    if error is None or error == math.inf:
+        return {"ok": False, "error": None, "saw": "a gradient is missing" if error is None else "not refused, or not finite"}
+    return {"ok": error <= limit, "error": error, "saw": f"{error:.2g}"}
+
+
+def children(rows):
+    """What each row showed, in processes that may die: a row without a line is what one died of."""
+    rows = list(rows)
+    while rows:
+        mine = rows[:1] if rows[0] in ALONE else [row for row in rows if row not in ALONE]
+        child = subprocess.Popen([*sys.orig_argv, "--rows", json.dumps(mine)], stdout=subprocess.PIPE, text=True)
+        timer = threading.Timer(60 + 20 * len(mine), child.kill)
+        timer.start()
+        for line in child.stdout:
+            if line.startswith('{"row"'):
+                told = json.loads(line)
+                rows.remove(told["row"])
+                mine.remove(told["row"])
+                yield told.pop("row"), told
+        child.wait()
+        timer.cancel()
+        if mine:
+            rows.remove(mine[0])
+            yield mine[0], {"ok": False, "error": None, "saw": f"died: exit {child.returncode}"}
+
+
+def contract(release, dtype=torch.float32):
+    """Run the rows and report; ``release()`` gives the function under test, called as ``eager`` is, and fills FACTS."""
+    function = release()
+    if "--rows" in sys.argv:
+        for row in json.loads(sys.argv[-1]):
+            print(json.dumps({"row": row, **seen(row, function, dtype)}), flush=True)
+        return
+    passed = [row for row in ROWS if not seen(row, eager, torch.float32)["ok"]]
+    check("control", f"torch's own functions pass each row{': not ' + ', '.join(passed) if passed else ''}", not passed)
+    passed = [row for row in ROWS if seen(row, wrong, torch.float32)["ok"]]
+    check("control", f"a wrong loss fails each row{': not ' + ', '.join(passed) if passed else ''}", not passed)
+    for row, told in children(ROWS):
+        FACTS["metrics"][row] = told
+        print(f"{ {True: 'ok', False: 'wrong', None: '–'}[told['ok']]:<6} {row:<30} {told['saw']}", flush=True)
+    check("control", "mean, no_grad: the loss is right", FACTS["metrics"]["mean, no_grad"]["ok"])
+    finish("MEASURED")
+
+
+# --- end of contract/1 ---
+
+
+# --- report/1: the same in every script, kept so by `python -m common tables`; docs/scripts.md says what the words mean ---
+import json
+import math
+import os
+import sys
+import traceback
+
+CHECKS, FACTS = [], {"report": 1, "evidence": "none", "metrics": {}}
+
+
+def check(role, name, ok=None, *, error=None, limit=None):
+    """Record whether the release behaves as a correct one: ``ok``, or ``error <= limit``. What is no finite number has failed."""
+    row = {"role": role, "name": name}
+    if limit is not None:
+        error = float(error) if error is not None and math.isfinite(error) else None
+        row |= {"error": error, "limit": limit}
+        ok = error is not None and error <= limit
+    CHECKS.append({**row, "ok": bool(ok)})
+    shown = "" if limit is None else "  not finite" if error is None else f"  {error:.2e} (limit {limit:.0e})"
+    words = ("seen", "not seen") if role == "signature" else ("ok", "FAIL")
+    print(f"{role:<9} {words[not ok]:<8} {name}{shown}", flush=True)
+
+
+def finish(verdict=None, reason=""):
+    """Print the verdict that the checks give, or CHANGED, UNTESTABLE or MEASURED; exit with 10, 0 or 125."""
+    failed = {
+        role: [c["name"] for c in CHECKS if c["role"] == role and not c["ok"]] for role in ("control", "trigger", "signature")
+    }
+    if verdict is None:
+        if not {"control", "trigger"} <= {c["role"] for c in CHECKS}:
+            verdict, reason = "CHANGED", "nothing was checked"
+        elif bad := failed["control"] or (failed["trigger"] and failed["signature"]):
+            verdict, reason = "CHANGED", bad[0]
+        else:
+            verdict = "REPRODUCED" if failed["trigger"] else "ABSENT"
+    absent = "FIX_VALIDATED" if os.environ.get("REPRODUCER_SIDE") == "patched" else "BUG_ABSENT"
+    word = {"REPRODUCED": "BUG_REPRODUCED", "ABSENT": absent}.get(verdict, verdict)
+    facts = json.dumps({**FACTS, "checks": CHECKS, "verdict": verdict})
+    print(json.dumps(json.loads(facts, parse_constant=lambda _: None)))  # NaN is no JSON.
+    print(f"{word}: {reason}" if reason else word)
+    sys.exit({"REPRODUCED": 10, "ABSENT": 0, "MEASURED": 0}.get(verdict, 125))
+
+
+def unexpected(kind, error, trace):
+    traceback.print_exception(kind, error, trace)
+    if issubclass(kind, ImportError):
+        finish("UNTESTABLE", "import")
+    if kind.__name__ in ("MemoryError", "OutOfMemoryError"):
+        finish("UNTESTABLE", "oom")
+    if issubclass(kind, Exception):
+        finish("CHANGED", kind.__name__)
+
+
+sys.excepthook = unexpected
+# --- end of report/1 ---
+
+if __name__ == "__main__":
+    contract(release)
