@@ -140,6 +140,12 @@ def attach(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def contract(session: nox.Session) -> None:
+    """What each fused cross entropy does in each row of the contract of the loss: nox -s contract [-- --row ROW]."""
+    runner(session, "contract", *session.posargs)
+
+
+@nox.session(default=False)
 def regress(session: nox.Session) -> None:
     """Run every release of every upstream that has no fresh receipt, and tell what changed."""
     runner(session, "regress", *session.posargs, extra=cluster(session))

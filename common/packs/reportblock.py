@@ -35,6 +35,6 @@ def written(scripts: Iterable[Path]) -> Mapping[Path, str]:
 
 
 def _today(text: str) -> str:
-    for name, pattern in _BLOCKS.items():
-        text = pattern.sub(lambda _, name=name: TEXTS[name], text)
+    for name, found in blocks(text).items():
+        text = text.replace(found, TEXTS[name])
     return text

@@ -20,7 +20,7 @@ from common.errors import UserError, writing
 from common.files import CACHE
 from common.install import releases
 from common.packs.pack import Pack
-from common.publish import pins, plot, timeline
+from common.publish import contract, pins, plot, timeline
 from common.publish.attach import lead, section
 from common.store import history
 from common.store.cell import order
@@ -107,13 +107,16 @@ def _pages(packs: Sequence[Pack], stored: History, base_url: str | None) -> Iter
         for package, those in about.items()
         for pack in those
     }
-    render = _renderer(about, stored, base_url)
+    found = contract.columns(packs, stored)
+    render = _renderer(about, stored, base_url, has_contract=bool(found))
     advices = {package: pins.advise(package, those, stored) for package, those in about.items()}
     for name in ("style.css", "app.js"):
         yield name, (TEMPLATES / name).read_text(encoding="utf-8")
     yield "timeline.json", msgspec.json.encode(timeline.document(packs, stored)).decode()
     yield "feed.xml", timeline.atom(packs, stored)
     yield "index.html", _overview(about, matrix, advices, packs, stored, render)
+    if found:
+        yield "contract.html", render("contract", "contract.html", columns=found, rows=contract.rows(found), said=contract.said)
     for package, those in about.items():
         if advices[package].releases:
             yield f"badges/{package}.svg", pins.badge(advices[package])
@@ -144,7 +147,7 @@ def log(seen: Seen) -> str:
     return f"receipts/{seen.machine}/{seen.cell.pack}/{seen.log_name}.txt"
 
 
-def _renderer(about: Mapping[str, Sequence[Pack]], stored: History, base_url: str | None) -> Any:
+def _renderer(about: Mapping[str, Sequence[Pack]], stored: History, base_url: str | None, *, has_contract: bool) -> Any:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -166,6 +169,7 @@ def _renderer(about: Mapping[str, Sequence[Pack]], stored: History, base_url: st
         count=len(stored.runs),
         newest=max((seen.started for seen in stored.runs), default=""),
         base_url=base_url.rstrip("/") if base_url else None,
+        has_contract=has_contract,
     )
 
     def render(template: str, here: str, **given: Any) -> str:

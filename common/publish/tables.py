@@ -1,5 +1,5 @@
-"""The generated files in git: the table of README.md between ``<!-- packs -->`` and ``<!-- /packs -->``, results/README.md,
-results/timeline.json, docs/schemas/, the badges and the report block of each script. Lint checks that they are up to date.
+"""The generated files in git: the tables of README.md and docs/contract.md between their marks, results/README.md, results/timeline.json,
+docs/schemas/, the badges and the blocks of each script. Lint checks that they are up to date.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from common.files import PACKS, ROOT, write_atomically
 from common.packs import reportblock
 from common.packs.pack import Pack, all_packs
-from common.publish import pins, timeline
+from common.publish import contract, pins, timeline
 from common.store import history, receipt
 from common.store.cell import order
 from common.store.grade import strength
@@ -26,14 +26,12 @@ def update(*, check: bool = False, root: Path = ROOT, packs: Path = PACKS) -> li
     found = all_packs(packs)
     results = root / "results"
     stored = history.load(results, found)
-    readme = re.sub(
-        r"(<!-- packs -->\n).*?(<!-- /packs -->)",
-        lambda match: f"{match[1]}{pack_table(found, stored)}{match[2]}",
-        (root / "README.md").read_text(encoding="utf-8"),
-        flags=re.DOTALL,
-    )
+    between = {
+        "README.md": ("packs", pack_table(found, stored)),
+        "docs/contract.md": ("contract", contract.markdown(contract.columns(found, stored), root)),
+    }
     wanted = {
-        root / "README.md": readme,
+        **{root / name: _filled(root / name, mark, text) for name, (mark, text) in between.items() if (root / name).is_file()},
         results / "README.md": timeline.markdown(found, stored),
         results / "timeline.json": json.dumps(
             msgspec.to_builtins(timeline.document(found, stored)), indent=1, ensure_ascii=False
@@ -52,6 +50,14 @@ def update(*, check: bool = False, root: Path = ROOT, packs: Path = PACKS) -> li
     for path in old if not check else ():
         write_atomically(path, wanted[path])
     return [os.path.relpath(path, root) for path in old]
+
+
+def _filled(path: Path, mark: str, table: str) -> str:
+    """A page with what stands between ``<!-- mark -->`` and ``<!-- /mark -->`` made anew."""
+    text = path.read_text(encoding="utf-8")
+    return re.sub(
+        rf"(<!-- {mark} -->\n).*?(<!-- /{mark} -->)", lambda match: f"{match[1]}{table}{match[2]}", text, flags=re.DOTALL
+    )
 
 
 def pack_table(packs: list[Pack], stored: History) -> str:

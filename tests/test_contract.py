@@ -1,0 +1,108 @@
+"""The contract of the loss: bugs that are known show in the right releases, and the table says what the records say."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT
+
+from common.cli import main
+from common.packs import reportblock
+from common.packs.pack import all_packs
+from common.publish import contract
+from common.store import history
+
+
+@pytest.fixture(scope="module")
+def columns():
+    packs = [pack for pack in all_packs() if pack.kind == "claim"]
+    return {column.pack.package: column for column in contract.columns(packs, history.load(ROOT / "results", packs))}
+
+
+@pytest.mark.parametrize(
+    ("package", "row", "wrong"),
+    [
+        ("liger-kernel", "softcap", ["0.4.1 – 0.8.3"]),
+        ("liger-kernel", "column-major input", ["0.1.0 – 0.8.4"]),
+        ("liger-kernel", "bias, no_grad", ["0.6.3 – 0.7.0"]),
+    ],
+)
+def test_bugs_that_are_known_show_in_the_right_releases(columns, package, row, wrong):
+    assert [f"{first} – {last}" for first, last in columns[package].wrong(row)] == wrong
+
+
+def test_a_stretch_holds_no_release_that_was_not_measured(columns):
+    for column in columns.values():
+        for row, results in column.rows.items():
+            wrong = {result.version for result in results if result.ok is False}
+            for first, last in column.wrong(row):
+                assert set(column.runs[column.runs.index(first) : column.runs.index(last) + 1]) <= wrong
+
+
+def test_the_rows_are_alike_in_each_implementation(columns):
+    rows = contract.rows(list(columns.values()))
+    for column in columns.values():
+        assert set(column.rows) == set(rows)
+
+
+def test_the_command(capsys):
+    assert main(["contract"]) == 0
+    table = capsys.readouterr().out
+    assert "none, weighted tokens" in table
+    assert main(["contract", "--row", "frozen input"]) == 0
+    assert "a gradient is missing" in capsys.readouterr().out
+    assert main(["contract", "--json", "--row", "frozen input"]) == 0
+    told = json.loads(capsys.readouterr().out)["frozen input"]["liger-kernel"]["0.8.5"]
+    assert told["ok"] is False
+    assert (ROOT / "results" / told["receipt"]).is_file()
+    assert main(["contract", "--row", "frozen inputs"]) == 2
+    assert "did you mean 'frozen input'?" in capsys.readouterr().err
+
+
+def test_no_records(capsys, tmp_path):
+    assert main(["contract", "--results", str(tmp_path)]) == 2
+    assert "run nox -s pack32 -- --record first" in capsys.readouterr().err
+
+
+def test_a_block_is_brought_up_to_date_wherever_it_stands(tmp_path):
+    script = tmp_path / "repro.py"
+    for name, text in reportblock.TEXTS.items():
+        script.write_text("import torch\n\n" + text.replace("\n", "\n# old\n", 1))
+        assert reportblock.written([script])[script] == "import torch\n\n" + text, name
+
+
+SCRIPT = """
+import math, os, subprocess, sys, threading
+import torch
+import torch.nn.functional as F
+device = "cpu"
+
+{block}
+
+{report}
+
+def release():
+    FACTS.update(file="x", version="1")
+    def loss(x, w, y, b=None, **given):
+        if (y == 70).any():
+            os.abort()
+        if given.get("label_smoothing"):
+            raise NotImplementedError("no label_smoothing")
+        return eager(x, w, y, b, **given)
+    return loss
+
+contract(release)
+"""
+
+
+def test_a_row_that_dies_takes_no_other_with_it(tmp_path):
+    pytest.importorskip("torch", reason="this needs torch, which the tests do not install")
+    script = tmp_path / "repro.py"
+    script.write_text(SCRIPT.format(block=reportblock.TEXTS["contract"], report=reportblock.TEXT))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=os.environ, timeout=120)
+    told = json.loads(done.stdout.splitlines()[-2])["metrics"]
+    assert told["a label of V"]["saw"].startswith("died")
+    assert told["a label of -1"]["ok"] and told["mean"]["ok"]
+    assert told["label smoothing"] == {"ok": None, "error": None, "saw": "no label_smoothing"}
