@@ -290,7 +290,11 @@ def contract(release, dtype=torch.float32):
     for row, told in children(ROWS):
         FACTS["metrics"][row] = told
         print(f"{ {True: 'ok', False: 'wrong', None: '–'}[told['ok']]:<6} {row:<30} {told['saw']}", flush=True)
-    check("control", "mean, no_grad: the loss is right", FACTS["metrics"]["mean, no_grad"]["ok"])
+    right = [row for row, told in FACTS["metrics"].items() if told["ok"]]
+    if not right and any("InterpreterError" in told["saw"] for told in FACTS["metrics"].values()):
+        print("Triton's interpreter cannot run this release; a GPU can.")
+        finish("UNTESTABLE", "no-device")
+    check("control", "the function was run: some rows are right", len(right) >= 3)
     finish("MEASURED")
 
 

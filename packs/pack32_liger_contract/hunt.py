@@ -1,0 +1,110 @@
+"""What `nox -s hunt` varies of a linear cross entropy, and whether one case is right. The first value of each option is the plainest."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from repro import device
+
+SPACE = {
+    "BT": [16, 1, 3, 65],
+    "H": [32, 7, 64],
+    "V": [70, 64, 2, 129, 1000],
+    "dtype": ["float32", "float16"],
+    "reduction": ["mean", "sum", "none"],
+    "gradient": ["1", "0.5", "each token's own", "stride 0"],
+    "trained": ["x w", "x", "w", "x w b", "x b", "w b", "b"],
+    "labels": ["in range", "a third ignored", "all but one ignored", "all ignored"],
+    "ignore_index": [-100, 1],
+    "layout": ["rows", "x by columns", "w by columns", "x is a slice"],
+    "softcap": [None, 4.0, 30.0],
+    "label_smoothing": [0.0, 0.1],
+    "backward": ["once", "twice"],
+    "autocast": [False, True],
+}
+#: Finds that have a pack already, by how they end and the options that it takes.
+KNOWN = [
+    {"pack": "pack09", "how": "off", "options": ["reduction", "gradient"]},
+    {"pack": "pack17", "how": "missing", "options": ["trained"]},
+    {"pack": "pack18", "how": "off", "options": ["backward"]},
+]
+# --- case ---
+LIMITS = {"float32": 1e-4, "float16": 2e-2}
+
+
+def eager(x, w, y, b=None, *, softcap=None, **given):
+    """The definition: logits in full."""
+    logits = x @ w.t() + (0 if b is None else b)
+    return F.cross_entropy(logits if softcap is None else softcap * torch.tanh(logits / softcap), y, **given)
+
+
+def run(function, tensors, y, trained, given, backward, options):
+    """The loss, and the gradients of those of x, w and b that are trained; of the second of two backwards over one graph."""
+    leaves = {name: t.detach().requires_grad_(name in trained) for name, t in tensors.items()}
+    loss = function(leaves["x"], leaves["w"], y, *([leaves["b"]] if "b" in leaves else []), **options)
+    if (loss.dim() == 1) != (options["reduction"] == "none"):
+        return {"loss": None}
+    if len(given) == 1:
+        given = given.reshape(()).expand(loss.shape)
+    for left in reversed(range(1 + (backward == "twice"))):
+        for leaf in leaves.values():
+            leaf.grad = None
+        loss.backward(given.to(loss.dtype), retain_graph=left > 0)
+    return {"loss": loss.detach(), **{f"gradient of {name}": leaves[name].grad for name in trained}}
+
+
+def arranged(x, w, layout):
+    if layout == "x is a slice":
+        return torch.cat([x, x], 1)[:, : x.shape[1]], w
+    return [t.t().contiguous().t() if layout == f"{name} by columns" else t for t, name in ((x, "x"), (w, "w"))]
+
+
+def case(
+    function, *, BT, H, V, dtype, reduction, gradient, trained, labels, ignore_index, layout, backward, autocast, **options
+):
+    """{"ok", "how", "error"}: ok is None where the function refuses or does not take what is asked."""
+    torch.manual_seed(0)
+    x, w, b = torch.randn(BT, H), torch.randn(V, H) / H**0.5, torch.randn(V)
+    y, own = torch.randint(0, V, (BT,)), torch.randn(BT)
+    every = {"in range": 0, "a third ignored": 3, "all but one ignored": 1, "all ignored": 1}[labels]
+    kept = y[0].clone()
+    if every:
+        y[(1 if every == 3 else 0) :: every] = ignore_index
+    if labels == "all but one ignored":
+        y[0] = kept if kept != ignore_index else 0
+    x, w, b, y, own = (t.to(device) for t in (x, w, b, y, own))
+    x, w = arranged(x.to(getattr(torch, dtype)), w.to(getattr(torch, dtype)), layout)
+    given = {"1": [1.0], "0.5": [0.5], "stride 0": [0.5]}.get(gradient)
+    given = own if given is None and reduction == "none" else torch.tensor(given or [1.0], device=device)
+    if gradient == "1" and reduction == "none":
+        given = torch.ones(BT, device=device)
+    options = {name: value for name, value in options.items() if value}
+    options |= {"reduction": reduction, **({"ignore_index": ignore_index} if ignore_index != -100 else {})}
+    tensors = {"x": x, "w": w, **({"b": b.to(x.dtype)} if "b" in trained else {})}
+    before = {name: t.clone() for name, t in tensors.items()}
+    want = run(eager, {name: t.double() for name, t in tensors.items()}, y, trained.split(), given, "once", options)
+    try:
+        with torch.autocast(device, torch.float16, enabled=autocast):
+            got = run(function, tensors, y, trained.split(), given, backward, options)
+    except NotImplementedError as raised:
+        return {"ok": None, "how": str(raised), "error": None}
+    except Exception as raised:
+        # A second backward may be refused; what Triton's interpreter cannot run says nothing of a GPU.
+        refused = (backward == "twice" and type(raised) is RuntimeError) or "InterpreterError" in type(raised).__name__
+        words = (str(raised).splitlines() or [""])[0][:80]
+        return {"ok": None if refused else False, "how": f"raises {type(raised).__name__}: {words}", "error": None}
+    if changed := [name for name, t in tensors.items() if not torch.equal(t, before[name])]:
+        return {"ok": False, "how": f"{changed[0]} is changed", "error": None}
+    limit = LIMITS["float16" if autocast else dtype]
+    for name, right in want.items():
+        mine = got.get(name)
+        if mine is None:
+            return {"ok": False, "how": f"the {name} is missing, or of another shape", "error": None}
+        if not right.isfinite().all() or not right.any():  # torch's mean of no token is NaN; 0 is as good
+            if mine.isfinite().all() and mine.any():
+                return {"ok": False, "how": f"the {name} is neither NaN nor 0", "error": None}
+            continue
+        error = ((mine.double() - right).norm() / right.norm()).item()
+        if not error <= limit:
+            return {"ok": False, "how": f"the {name} is off", "error": error if math.isfinite(error) else None}
+    return {"ok": True, "how": "", "error": None}
