@@ -146,6 +146,12 @@ def contract(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def hunt(session: nox.Session) -> None:
+    """Search a release for what differs from a contract's definition: nox -s hunt -- liger-kernel==0.8.5 --minutes 10."""
+    runner(session, "hunt", *session.posargs, extra="hunt")
+
+
+@nox.session(default=False)
 def regress(session: nox.Session) -> None:
     """Run every release of every upstream that has no fresh receipt, and tell what changed."""
     runner(session, "regress", *session.posargs, extra=cluster(session))

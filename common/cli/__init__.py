@@ -71,7 +71,7 @@ def _guard() -> None:
 
 #: A module of this folder each: HELP, DESCRIPTION, ``arguments`` and ``call``.
 COMMANDS = (
-    "run", "blame", "review", "check", "regress", "watch", "changes", "pins", "contract", "site", "list", "attach", "new-pack", "tables", "regrade", "verify", "mutants", "bench",
+    "run", "blame", "review", "check", "regress", "watch", "changes", "pins", "contract", "hunt", "site", "list", "attach", "new-pack", "tables", "regrade", "verify", "mutants", "bench",
 )  # fmt: skip
 
 

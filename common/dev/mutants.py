@@ -266,7 +266,7 @@ def _run(plan: Plan, release: Release, unpatched: Row, mutant: Mutant, stop: thr
     shutil.rmtree(place, ignore_errors=True)
     row = rows[0] if mutant.side == "unpatched" else rows[1]
     saw = re.sub(r"\s+", " ", str(row.verdict))
-    if row.verdict.outcome in NOTHING and mutant.side is not None:
+    if row.verdict.outcome in NOTHING and not row.verdict.reason.endswith("margin") and mutant.side is not None:
         saw = f"shows nothing, for it did not run to its end ({saw})"
     killed = row.as_expected if mutant.side is None else _noticed(row, mutant)
     return Outcome(pack=plan.pack.name, kind=mutant.kind, name=mutant.name, killed=killed, saw=saw)
@@ -290,6 +290,7 @@ def _noticed(row: Row, mutant: Mutant) -> bool:
         return False
     return (
         raised is not None
+        or verdict.reason.endswith("margin")  # a check failed, by less than ten times its limit
         or verdict.outcome in ("REPRODUCED", "CHANGED")
         or (mutant.kind == "blunted" and verdict.outcome == "ABSENT")
     )

@@ -134,6 +134,8 @@ class Pack:
     validate: str | None
     #: The lane that runs it, with the lane's pins, where that is not the lane that runs repro.py. A GPU runs both.
     validate_lane: str | None
+    #: What `nox -s hunt` varies, and what is right.
+    hunt: str | None
     timeout: float
     memory: float
 
@@ -358,6 +360,8 @@ class _Toml(Struct, forbid_unknown_fields=True, kw_only=True):
     #: Two packs about one piece of upstream code may share the check: "../pack11_slug/validate.py".
     validate: Annotated[str, like(r"(?:\.\./pack\d\d_[a-z0-9_]+/)?[a-z][a-z0-9_]*\.py")] | None = None
     validate_lane: str | None = None
+    #: hunt.py, or another pack's: "../pack32_slug/hunt.py".
+    hunt: Annotated[str, like(r"(?:\.\./pack\d\d_[a-z0-9_]+/)?[a-z][a-z0-9_]*\.py")] | None = None
     timeout: _Positive = 180.0
     memory: _Positive = 8.0
 
@@ -394,6 +398,7 @@ def _pack(folder: Path, told: _Toml) -> Pack:
             _specifier(f"pins.{key}", key)
     for name, script in (
         ("validate", told.validate),
+        ("hunt", told.hunt),
         *told.tools.items(),
         *((f"variants.{n}", v.script) for n, v in told.variants.items()),
     ):

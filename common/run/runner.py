@@ -101,15 +101,21 @@ def run_release(
 def use(plan: Plan, release: Release, script: Path, folder: Path) -> int:
     """A pack's ``script`` as a tool on one release, from the user's ``folder``, on this terminal; its exit code."""
     cell = plan.cell(release, "unpatched")
-    with writing(plan.cache), ExitStack() as held:
-        place = held.enter_context(_folder(plan.cache, cell))
-        try:
-            there, _ = _hold(plan, release, held, None)
-        except InstallError as error:
-            raise UserError(f"{cell.dist} {cell.version} cannot be installed: {error}") from error
+    with writing(plan.cache), ExitStack() as stack:
+        there, place = held(plan, release, stack)
         return subprocess.run(
             execute.command(plan, there, script), env=execute.environ(plan, cell, there, place), cwd=folder
         ).returncode
+
+
+def held(plan: Plan, release: Release, stack: ExitStack) -> tuple[Environment, Path]:
+    """A release's environment and a folder to run in, for as long as ``stack`` is open."""
+    place = stack.enter_context(_folder(plan.cache, plan.cell(release, "unpatched")))
+    try:
+        there, _ = _hold(plan, release, stack, None)
+    except InstallError as error:
+        raise UserError(f"{plan.pack.package} {release.version} cannot be installed: {error}") from error
+    return there, place
 
 
 def debug(plan: Plan, release: Release, side: str, say: Callable[[str], None]) -> int:

@@ -1,0 +1,109 @@
+"""``hunt``: search a release for what differs from a contract's definition, and write what is found as packs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
+from common.cli import common, report
+from common.errors import UserError
+from common.files import CACHE
+from common.install import lanes, releases
+from common.packs.pack import Pack, load
+from common.publish import found
+from common.run import hunt, runner
+from common.run import plan as plans
+
+HELP = "search a release for what differs from a contract's definition"
+DESCRIPTION = """Try cases of a contract on a release (shapes, dtypes, layouts, options), each against the definition in fp64, in a process that may
+die; shrink what is wrong to the least case, leave out what a pack shows already, and write the rest as packs into hunted/. The same seed tries the
+same cases. Exit status: 0 nothing new, 1 something new, 2 a mistake."""
+
+
+def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:
+    parser.add_argument(
+        "release", metavar="PACKAGE[==VERSION]", help="liger-kernel==0.8.5; the newest that its pack pins without a version"
+    )
+    parser.add_argument("--minutes", type=float, default=10, metavar="N", help="how long (default 10)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="which cases, and in which order (default 0)")
+    parser.add_argument("--pack", metavar="PACK", help="the pack whose hunt.py says what to vary, where a package has several")
+    parser.add_argument(
+        "--reference", action="store_true", help="ask the definition in place of the release: nothing may be found"
+    )
+    parser.add_argument("--lane", metavar="LANE", help="the lane to run in (default: device where there is one)")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="where packs are written (default: hunted/ where you are)")
+
+
+def call(options: argparse.Namespace, extra: list[str]) -> int:
+    out = report.console()
+    if not options.minutes > 0:
+        raise UserError(f"--minutes {options.minutes:g} is no time: give more than 0.")
+    pack, version = _target(options)
+    lane = lanes.choose(pack, options.lane)
+    plan = plans.planned(pack, "", lane, threads=2, results=CACHE / "hunts", cache=CACHE)
+    chosen, warnings = releases.choose(pack, version or pack.pinned[-1], CACHE)
+    for warning in warnings:
+        common.warn(warning, out)
+    if len(chosen) != 1:
+        raise UserError(f"A hunt is on one release; {version} are {len(chosen)}.")
+    what = "its definition" if options.reference else f"{pack.package} {chosen[0].version}"
+    common.base(plan.pack.at(chosen[0].version), out)
+    out.print(f"{what}, by {pack.name}'s hunt.py, seed {options.seed}, {options.minutes:g} min, lane {lane}", markup=False)
+    with hunt.pool(plan, chosen[0], reference=options.reference) as asked:
+        told = hunt.hunt(
+            asked,
+            seed=options.seed,
+            seconds=60 * options.minutes,
+            say=lambda line: out.print(line, markup=False, soft_wrap=True),
+        )
+    new = [find for find in told.finds if find.pack is None and find.sure]
+    for line in _covered(told):
+        out.print(line, markup=False, soft_wrap=True)
+    folder = common.given(options.output) if options.output else common.called_from() / "hunted"
+    for number, find in enumerate(new if not options.reference else (), 90):
+        place = found.write(find, pack, chosen[0].version, options.seed, folder, number)
+        rows = runner.run_release(
+            plans.planned(load(place), "", lane, threads=2, results=CACHE / "hunts", cache=CACHE), chosen[0]
+        )
+        out.print(f"written: {place} ({rows[0].verdict})", markup=False, soft_wrap=True)
+    known = [find for find in told.finds if find.pack]
+    out.print(
+        f"{'✗' if new else '✓'} {len(new)} new, {len(known)} known ({', '.join(str(find.pack) for find in known) or 'none'})",
+        style="red" if new else "green",
+        markup=False,
+    )
+    return common.SURPRISE if new else common.OK
+
+
+def _target(options: argparse.Namespace) -> tuple[Pack, str]:
+    """The pack that says what to vary, and which release of its package is asked for."""
+    try:
+        wanted = Requirement(options.release)
+    except InvalidRequirement as error:
+        raise UserError(f"{options.release!r} is no package with a version: write liger-kernel==0.8.5.") from error
+    packs = [pack for pack in common.about_upstreams(report.console(stderr=True)) if pack.hunt]
+    about = [pack for pack in packs if canonicalize_name(pack.package) == canonicalize_name(wanted.name)]
+    if not about:
+        names = ", ".join(sorted({pack.package for pack in packs}))
+        raise UserError(f"No pack has a hunt.py for {wanted.name}; there are some for {names}.")
+    if options.pack:
+        about = [pack for pack in about if pack.name == options.pack]
+    if len(about) != 1:
+        raise UserError(f"Name one with --pack: {', '.join(p.name for p in packs if p.package == wanted.name)}.")
+    return about[0], str(wanted.specifier).removeprefix("==")
+
+
+def _covered(told: hunt.Report) -> list[str]:
+    """What was looked at, so that a hunt that finds nothing says something."""
+    ended = ", ".join(f"{count} {name}" for name, count in told.ended.items())
+    lines = [f"{sum(told.ended.values())} cases in {told.seconds:.0f} s: {ended}. Judged cases by option:"]
+    for name, values in told.space.items():
+        row = told.tried.get(name, {})
+        lines.append(f"  {name}: {', '.join(f'{json.dumps(v)} {row.get(json.dumps(v), 0)}' for v in values)}")
+    if told.lines:
+        lines.append(f"  lines of {Path(told.file).name} that ran in every tenth case: {len(told.lines)}")
+    return lines
