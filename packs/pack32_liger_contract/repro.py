@@ -20,8 +20,6 @@ import torch.nn.functional as F
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 os.environ["TRITON_INTERPRET"] = "0" if device == "cuda" else "1"
-#: The contract's words for the options -> the release's.
-NAMES = {"softcap": "softcap", "label_smoothing": "label_smoothing", "ignore_index": "ignore_index", "reduction": "reduction"}
 
 
 def release():
