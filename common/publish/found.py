@@ -96,9 +96,10 @@ def write(find: Find, pack: Pack, version: str, seed: int, folder: Path, number:
     place = folder / f"pack{number:02}_{slug}"
     own = pack.script.read_text(encoding="utf-8")
     header = re.search(r"^# dependencies = (\[.*\])$", own, re.MULTILINE)
-    adapter = own[own.index('"""\n', own.index('"""') + 3) + 4 : own.index("# --- contract/1")].strip()
+    end = min(own.index(mark) for mark in ("# --- contract/1", "def main(") if mark in own)
+    adapter = own[own.index('"""\n', own.index('"""') + 3) + 4 : end].strip()
     dies = find.how.startswith(("dies", "hangs"))
-    for module in ["threading"] + ["subprocess"] * (not dies):  # what the other script needs alone
+    for module in ("threading", *["subprocess"] * (not dies)):  # what the other script needs alone
         adapter = adapter.replace(f"import {module}\n", "")
     case = (pack.folder / pack.hunt).read_text(encoding="utf-8").partition("# --- case ---\n")[2].strip()
     named = title(find)
@@ -115,7 +116,7 @@ def write(find: Find, pack: Pack, version: str, seed: int, folder: Path, number:
         report=reportblock.TEXT,
     )
     toml = (pack.folder / "pack.toml").read_text(encoding="utf-8").partition("[expected]")[0]
-    toml = re.sub(r"^(title|kind|matters|hunt|pinned) = .*\n", "", toml, flags=re.MULTILINE).rstrip()
+    toml = re.sub(r"^(title|kind|matters|workaround|threads|fixed|validate|validate_lane|hunt|pinned) = .*\n", "", toml, flags=re.MULTILINE).rstrip()
     top = f'title = {json.dumps(named)}\nkind = "{"crash" if dies or find.how.startswith("raises") else "wrong-result"}"\n'
     verdict = '{ verdict = "REPRODUCED", why = "found by a hunt" }'
     place.mkdir(parents=True, exist_ok=True)

@@ -50,7 +50,7 @@ def release():
             raise NotImplementedError(f"no {next(iter(given), 'reduction sum')}")
         if "ignore_idx" not in takes and (ignore_index != -100 or (y == -100).any()):
             raise NotImplementedError("no ignored labels")
-        more = [ignore_index] * ("ignore_idx" in takes)
+        more = [ignore_index] * (ignore_index != -100)
         logits = F.linear(x, w, b)[None]
         out = function.apply(logits, y[None], label_smoothing, reduction == "mean", None, *more)
         return out.flatten() if reduction == "none" else out.reshape(())
