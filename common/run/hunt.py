@@ -69,8 +69,9 @@ class _Worker:
         )
         self.said: list[str] = []
         self.answers: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._listen, daemon=True).start()
-        threading.Thread(target=self._drain, daemon=True).start()
+        self.listeners = [threading.Thread(target=work, daemon=True) for work in (self._listen, self._drain)]
+        for thread in self.listeners:
+            thread.start()
 
     def _listen(self) -> None:
         assert self.process.stdout is not None
@@ -90,7 +91,6 @@ class _Worker:
         except queue.Empty:
             line = None
         if line is None:
-            self.end()
             raise UserError(f"The release cannot be hunted: {self.said[-1] if self.said else 'its worker says nothing'}")
         told: dict[str, Any] = json.loads(line)
         return told
@@ -110,6 +110,12 @@ class _Worker:
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
+        for thread in self.listeners:
+            thread.join()
+        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
+            assert stream is not None
+            with suppress(BrokenPipeError):
+                stream.close()
 
     def death(self) -> str:
         code = self.process.wait()
@@ -122,8 +128,12 @@ class Pool:
     def __init__(self, start: Callable[[], _Worker]) -> None:
         self._start = start
         self._ready = [start(), start()]
-        self.told = self._ready[0].first()
-        self._ready[1].first()
+        try:
+            self.told = self._ready[0].first()
+            self._ready[1].first()
+        except UserError:
+            self.end()
+            raise
 
     def ask(self, options: Case, *, cover: bool = False) -> dict[str, Any]:
         worker = self._ready[0]
