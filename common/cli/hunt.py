@@ -5,18 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
+from rich.console import Console
 
 from common.cli import common, report
 from common.errors import UserError
 from common.files import CACHE
-from common.install import lanes, releases
+from common.install import checkouts, environment, lanes, releases
+from common.install.releases import Release
 from common.packs.pack import Pack, load
 from common.publish import found
 from common.run import hunt, runner
 from common.run import plan as plans
+from common.run.plan import Plan
 
 HELP = "search a release for what differs from a contract's definition"
 DESCRIPTION = """Try cases of a contract on a release (shapes, dtypes, layouts, options), each against the definition in fp64, in a process that may
@@ -35,6 +39,10 @@ def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:
         "--reference", action="store_true", help="ask the definition in place of the release: nothing may be found"
     )
     parser.add_argument("--lane", metavar="LANE", help="the lane to run in (default: device where there is one)")
+    file = parser.add_mutually_exclusive_group()
+    file.add_argument("--wheel", type=Path, metavar="FILE", help="a wheel of the package, or an sdist of plain Python")
+    file.add_argument("--checkout", type=Path, metavar="DIR", help="a working tree of the package, as it is now")
+    parser.add_argument("--here", action="store_true", help="in the active environment: no nox, no network, nothing installed")
     parser.add_argument("--output", type=Path, metavar="DIR", help="where packs are written (default: hunted/ where you are)")
 
 
@@ -44,16 +52,14 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
         raise UserError(f"--minutes {options.minutes:g} is no time: give more than 0.")
     pack, version = _target(options)
     lane = lanes.choose(pack, options.lane)
-    plan = plans.planned(pack, "", lane, threads=2, results=CACHE / "hunts", cache=CACHE)
-    chosen, warnings = releases.choose(pack, version or pack.pinned[-1], CACHE)
-    for warning in warnings:
-        common.warn(warning, out)
-    if len(chosen) != 1:
-        raise UserError(f"A hunt is on one release; {version} are {len(chosen)}.")
-    what = "its definition" if options.reference else f"{pack.package} {chosen[0].version}"
-    common.base(plan.pack.at(chosen[0].version), out)
+    given = {"threads": 2, "results": CACHE / "hunts", "cache": CACHE, "here": options.here} | _file(options, pack, version)
+    plan = plans.planned(pack, "", lane, **given)
+    release = _release(plan, version, out)
+    what = "its definition" if options.reference else f"{pack.package} {release.version}"
+    if not options.here:
+        common.base(plan.pack.at(release.version), out)
     out.print(f"{what}, by {pack.name}'s hunt.py, seed {options.seed}, {options.minutes:g} min, lane {lane}", markup=False)
-    with hunt.pool(plan, chosen[0], reference=options.reference) as asked:
+    with hunt.pool(plan, release, reference=options.reference) as asked:
         told = hunt.hunt(
             asked,
             seed=options.seed,
@@ -65,10 +71,8 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
         out.print(line, markup=False, soft_wrap=True)
     folder = common.given(options.output) if options.output else common.called_from() / "hunted"
     for number, find in enumerate(new if not options.reference else (), 90):
-        place = found.write(find, pack, chosen[0].version, options.seed, folder, number)
-        rows = runner.run_release(
-            plans.planned(load(place), "", lane, threads=2, results=CACHE / "hunts", cache=CACHE), chosen[0]
-        )
+        place = found.write(find, pack, release.version, options.seed, folder, number)
+        rows = runner.run_release(plans.planned(load(place), "", lane, **given), release)
         out.print(f"written: {place} ({rows[0].verdict})", markup=False, soft_wrap=True)
     known = [find for find in told.finds if find.pack]
     out.print(
@@ -95,6 +99,34 @@ def _target(options: argparse.Namespace) -> tuple[Pack, str]:
     if len(about) != 1:
         raise UserError(f"Name one with --pack: {', '.join(p.name for p in packs if p.package == wanted.name)}.")
     return about[0], str(wanted.specifier).removeprefix("==")
+
+
+def _file(options: argparse.Namespace, pack: Pack, version: str) -> dict[str, Any]:
+    """The plan's fields of a wheel or a checkout that is hunted in place of the index's release."""
+    if not (options.wheel or options.checkout):
+        return {}
+    if version:
+        raise UserError(f"{options.release} with a file of its own: write {pack.package} alone, its version is the file's.")
+    asked = options.wheel or options.checkout
+    wheel = common.given(asked) if options.wheel else checkouts.wheel(pack, common.given(asked), None, CACHE)
+    found = environment.read_wheel(wheel, pack.package)[1]
+    return {"wheels": {found: wheel.resolve()}, "checkout": options.checkout is not None}
+
+
+def _release(plan: Plan, version: str, out: Console) -> Release:
+    if plan.wheels:
+        return next(Release(version=version, file=wheel.name, sha256="") for version, wheel in plan.wheels.items())
+    if plan.here:
+        there = environment.here(plan.pack.package, plan.cache)
+        if version not in ("", there.version):
+            raise UserError(f"{plan.pack.package} {there.version} is here, not {version}: give another with --wheel.")
+        return Release(version=there.version, file="", sha256="")
+    chosen, warnings = releases.choose(plan.pack, version or plan.pack.pinned[-1], plan.cache)
+    for warning in warnings:
+        common.warn(warning, out)
+    if len(chosen) != 1:
+        raise UserError(f"A hunt is on one release; {version} are {len(chosen)}.")
+    return chosen[0]
 
 
 def _covered(told: hunt.Report) -> list[str]:

@@ -47,6 +47,8 @@ def main(hunt: str, folder: str, *more: str) -> None:
         sys.settrace(lines if asked["cover"] else None)
         answer = told["case"](function, **asked["options"])
         sys.settrace(None)
+        if "CUDA error" in answer["how"]:
+            os.abort()  # such a process has no GPU any more
         say({**answer, "lines": sorted(lines.seen)})
 
 
