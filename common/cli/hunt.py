@@ -70,7 +70,11 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     for line in _covered(told):
         out.print(line, markup=False, soft_wrap=True)
     folder = common.given(options.output) if options.output else common.called_from() / "hunted"
-    for number, find in enumerate(new if not options.reference else (), 90):
+    if any(not find.differs for find in new):
+        out.print(
+            "The plainest case is wrong, so there is nothing to hold a find against, and no pack is written.", markup=False
+        )
+    for number, find in enumerate([find for find in new if find.differs] if not options.reference else (), 90):
         place = found.write(find, pack, release.version, options.seed, folder, number)
         rows = runner.run_release(plans.planned(load(place), "", lane, **given), release)
         out.print(f"written: {place} ({rows[0].verdict})", markup=False, soft_wrap=True)

@@ -116,12 +116,18 @@ def write(find: Find, pack: Pack, version: str, seed: int, folder: Path, number:
         report=reportblock.TEXT,
     )
     toml = (pack.folder / "pack.toml").read_text(encoding="utf-8").partition("[expected]")[0]
-    toml = re.sub(r"^(title|kind|matters|workaround|threads|fixed|validate|validate_lane|hunt|pinned) = .*\n", "", toml, flags=re.MULTILINE).rstrip()
-    top = f'title = {json.dumps(named)}\nkind = "{"crash" if dies or find.how.startswith("raises") else "wrong-result"}"\n'
+    toml = re.sub(
+        r"^(title|kind|matters|workaround|threads|fixed|validate|validate_lane|hunt|pinned) = .*\n",
+        "",
+        toml,
+        flags=re.MULTILINE,
+    ).rstrip()
+    kind = "crash" if dies or find.how.startswith("raises") else "wrong-result"
+    top = f'title = {json.dumps(named)}\nkind = "{kind}"\npinned = ["{version}"]\n'
     verdict = '{ verdict = "REPRODUCED", why = "found by a hunt" }'
     place.mkdir(parents=True, exist_ok=True)
     write_atomically(place / "repro.py", text)
-    write_atomically(place / "pack.toml", f'{top}{toml}\npinned = ["{version}"]\n\n[expected]\n"=={version}" = {verdict}\n')
+    write_atomically(place / "pack.toml", f'{top}{toml}\n\n[expected]\n"=={version}" = {verdict}\n')
     options = "\n".join(f"* `{name}`: {json.dumps(value)}" for name, value in find.differs.items()) or "* nothing"
     words = {"name": place.name.partition("_")[0], "title": named, "package": pack.package, "version": version, "seed": seed}
     write_atomically(place / "README.md", _README.format(options=options, **words))

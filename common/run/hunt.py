@@ -163,6 +163,7 @@ def pool(plan: Plan, release: Release, *, reference: bool) -> Iterator[Pool]:
         env = execute.environ(plan, plan.cell(release, "unpatched"), there, place)
         made = Pool(lambda: _Worker(command, env, place / "tmp"))
         stack.callback(made.end)
+        made.told["known"] = [row for row in made.told["known"] if row.get("package", plan.pack.package) == plan.pack.package]
         yield made
 
 
@@ -211,13 +212,14 @@ def hunt(asked: Pool, *, seed: int, seconds: float, say: Callable[[str], None]) 
     if is_new(plain):  # All else would be told of in its place.
         report.finds.append(_found(plain, judged(plain), asked, space))
         say(_said(report.finds[-1]))
-    number = 0
+    number, told = 0, started
     while time.monotonic() - started < seconds and not _is_hopeless(report):
         number += 1
         try:
             least = find(strategy, is_new, settings=rounds, random=Random(f"{seed} {number}"))
         except NoSuchExample:
-            if sum(report.ended.values()) and number > 1:
+            if time.monotonic() - told > 15:
+                told = time.monotonic()
                 say(f"{sum(report.ended.values())} cases, {time.monotonic() - started:.0f} s")
             continue
         report.finds.append(_found(least, judged(least), asked, space))

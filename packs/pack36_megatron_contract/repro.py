@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
+dtype = torch.float16
 
 
 def release():
@@ -301,19 +302,25 @@ def children(rows):
             yield mine[0], {"ok": False, "error": None, "saw": f"died: exit {child.returncode}"}
 
 
-def contract(release, dtype=torch.float32):
+def contract(release):
     """Run the rows and report; ``release()`` gives the function under test, called as ``eager`` is, and fills FACTS."""
+    global device
     function = release()
     if "--rows" in sys.argv:
         for row in json.loads(sys.argv[-1]):
-            print(json.dumps({"row": row, **seen(row, function, dtype)}), flush=True)
+            told = seen(row, function, dtype)
+            if "CUDA error" in told["saw"]:
+                sys.exit(told["saw"])  # a process with one has no GPU for the rows after it
+            print(json.dumps({"row": row, **told}), flush=True)
         return
+    here, device = device, "cpu"  # where a label that is refused does not end the process
     passed = [row for row in ROWS if not seen(row, in_fp32, torch.float32)["ok"]]
     check("control", f"torch's own functions pass each row{': not ' + ', '.join(passed) if passed else ''}", not passed)
     passed = [row for row in ROWS if seen(row, wrong, torch.float32)["ok"]]
     check("control", f"a wrong loss fails each row{': not ' + ', '.join(passed) if passed else ''}", not passed)
     row = "fp16, confident labels"
     check("control", f"{row}: a probability in fp16 fails", not seen(row, rounded, torch.float32)["ok"])
+    device = here
     for row, told in children(ROWS):
         FACTS["metrics"][row] = told
         print(f"{ {True: 'ok', False: 'wrong', None: '–'}[told['ok']]:<6} {row:<30} {told['saw']}", flush=True)
@@ -385,4 +392,4 @@ sys.excepthook = unexpected
 # --- end of report/1 ---
 
 if __name__ == "__main__":
-    contract(release, torch.float16)
+    contract(release)
