@@ -241,7 +241,7 @@ ROWS = {
     "second backward": second,
     "column-major input": plain(layout=columns("x"), given=0.5),
     "column-major weight": plain(layout=columns("w"), given=0.5),
-    "softcap": plain(softcap=4.0),
+    "softcap": plain(softcap=1.0),
     "label smoothing": plain(label_smoothing=0.1),
     "autocast": autocast,
     "fp16, confident labels": confident,
