@@ -24,9 +24,19 @@ def columns():
 @pytest.mark.parametrize(
     ("package", "row", "wrong"),
     [
-        ("liger-kernel", "softcap", ["0.4.1 – 0.8.3"]),
-        ("liger-kernel", "column-major input", ["0.1.0 – 0.8.4"]),
-        ("liger-kernel", "bias, no_grad", ["0.6.3 – 0.7.0"]),
+        ("liger-kernel", "softcap", ["0.4.1 – 0.8.3"]),  # the facts' S
+        ("liger-kernel", "column-major input", ["0.0.0 – 0.8.4"]),  # the facts' N
+        ("liger-kernel", "bias, no_grad", ["0.6.3 – 0.7.0"]),  # E
+        ("liger-kernel", "none, weighted tokens", ["0.3.0 – 0.8.1"]),  # pack09
+        ("liger-kernel", "frozen input", ["0.6.3 – 0.8.5"]),  # pack17
+        ("liger-kernel", "second backward", ["0.0.0 – 0.8.5"]),  # pack18
+        ("transformer-engine", "none, weighted tokens", ["2.2.0 – 2.7.0"]),  # #2139
+        ("transformer-engine", "none, a gradient of stride 0", ["2.2.0 – 2.4.0", "2.8.0 – 2.10.0"]),  # #2402
+        ("transformer-engine", "mean, labels ignored", ["2.4.0 – 2.11.0"]),  # #2476
+        ("transformer-engine", "fp16, confident labels", ["2.2.0 – 2.17.1"]),  # #3193
+        ("fla-core", "softcap", ["0.5.0 – 0.5.2"]),
+        ("cut-cross-entropy", "softcap", ["24.11.3 – 25.1.1"]),  # pack37
+        ("megatron-core", "second backward", []),
     ],
 )
 def test_bugs_that_are_known_show_in_the_right_releases(columns, package, row, wrong):
