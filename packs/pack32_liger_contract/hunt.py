@@ -33,6 +33,7 @@ KNOWN = [
     {"pack": "pack17", "how": "missing", "options": ["trained"]},
     {"pack": "pack18", "how": "off", "options": ["backward"]},
     {"pack": "pack29", "package": "megatron-core", "how": "off", "options": ["dtype"]},
+    {"pack": "pack37", "package": "cut-cross-entropy", "how": "off", "options": ["softcap"]},
 ]
 # --- case ---
 LIMITS = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2}
