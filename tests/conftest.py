@@ -1,5 +1,6 @@
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import asdict
@@ -16,6 +17,11 @@ from common.store.grade import grade
 
 hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("untimed")
+
+# A shell starts what it runs in the background with these ignored, which children inherit; the tests send them.
+for name in ("SIGHUP", "SIGINT", "SIGQUIT"):
+    if signal.getsignal(getattr(signal, name)) is signal.SIG_IGN:
+        signal.signal(getattr(signal, name), signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL)
 
 
 @pytest.fixture
