@@ -200,6 +200,16 @@ def test_a_margin_is_that_of_the_check_which_failed(errors, outcome):
     assert str(report(checks=[REPORT["checks"][0], *triggers], **how)) == outcome
 
 
+def test_a_statement_that_failed_shows_the_bug_however_near_its_limit_a_number_is():
+    near = {"role": "trigger", "name": "the other rows", "error": 3e-5, "limit": 1e-5, "ok": False}
+    refused = {"role": "trigger", "name": "a label of V is refused", "ok": False}
+    how = {"verdict": "REPRODUCED", "sentinel": "BUG_REPRODUCED", "exit": 10}
+    verdict = report(checks=[REPORT["checks"][0], near, refused], **how)
+    assert (str(verdict), verdict.bug_error, verdict.limit) == ("REPRODUCED", None, 1e-5)
+    far = {**REPORT["checks"][0], "error": 9e-6}
+    assert str(report(checks=[far, near, refused], **how)) == "UNTESTABLE: margin"
+
+
 def test_what_was_not_run_gives_no_verdict_of_its_own():
     for word, outcome in (("UNTESTABLE", "UNTESTABLE"), ("ABSENT", "ERROR"), ("REPRODUCED", "ERROR")):
         assert grade(make_log(body=[], exit=None, stopped="skipped", verdict=word)).outcome == outcome

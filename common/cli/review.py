@@ -50,9 +50,10 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
         if others := sorted(named - {pack.name for pack in about}):
             raise UserError(f"{', '.join(others)} is not about {options.package}: leave it out.")
         about = [pack for pack in about if pack.name in named]
-    about = [pack for pack in about if not pack.as_files]
+    # A pack that measures has no verdict that a pull request could change.
+    about = [pack for pack in about if not pack.as_files and pack.kind != "claim"]
     if not about:
-        raise UserError(f"None of the packs that were named can be run on a clone of {options.package}.")
+        raise UserError(f"None of the packs that were named gives a verdict on a clone of {options.package}.")
     markdown, junit = (
         None if path is None else common.output(path, mark)
         for path, mark in ((options.markdown, review.HEADING), (options.junit, review.XML))

@@ -335,7 +335,10 @@ def _weighed(outcome: str, evidence: str, origin: str, facts: dict[str, Any], se
     numeric = [c for c in triggers if c.limit is not None]
     # The one that is the farthest over its own limit, or the nearest to it.
     worst = max(numeric, key=_ratio, default=None)
+    near = worst is not None and not worst.ok and _ratio(worst) < MARGIN
     bug, limit = (worst.error, worst.limit) if worst else (None, None)
+    if near and any(not c.ok for c in triggers if c.limit is None):
+        bug, near = None, False  # A statement that failed shows the bug, however near its limit a number beside it is.
     control = max((c.error or 0.0 for c in controls if c.limit is not None), default=None)
     seen = any(not c.ok for c in triggers)
     if seen != (outcome == "REPRODUCED"):
@@ -360,8 +363,7 @@ def _weighed(outcome: str, evidence: str, origin: str, facts: dict[str, Any], se
     if outcome == "REPRODUCED":
         if unlike := [c.name for c in by_role["signature"] if not c.ok]:
             raise Disagreement(f"wrong results, but not with the declared signature: {', '.join(unlike)}")
-        # Where a statement failed, and no number did, there is no number to be too near its limit.
-        if worst and not worst.ok and _ratio(worst) < MARGIN:
+        if near:
             return _without_margin(verdict)
     if limit is not None and control is not None and not limit >= MARGIN * control:
         return _without_margin(verdict)
