@@ -61,33 +61,33 @@ def _filled(path: Path, mark: str, table: str) -> str:
 
 
 def pack_table(packs: list[Pack], stored: History) -> str:
-    """Packs, what they are about, what the stored receipts say of the newest release, and how the wrong ones were seen."""
+    """Packs, their bugs, the affected ranges, the newest release that was run, and the evidence for the affected releases."""
     lines = [
-        "| pack | upstream | what breaks | wrong in | newest release seen | how the wrong ones were seen |",
+        "| pack | upstream | what breaks | affected | newest release run | evidence for the affected releases |",
         "|---|---|---|---|---|---|",
     ]
     for pack in packs:
         commits = [name for name, variant in pack.variants.items() if variant.source and variant.verdict == "REPRODUCED"]
-        wrong = ", ".join([*(f"`{found}`" for found in wrong_ranges(pack)), *(f"commit {name}" for name in commits)])
+        affected = ", ".join([*(f"`{found}`" for found in affected_ranges(pack)), *(f"commit {name}" for name in commits)])
         link = f"[{pack.name}](packs/{pack.folder.name}/README.md)"
         at_commits = [s for s in stored.of_commits(pack) if s.side == "unpatched" and s.outcome == "REPRODUCED"]
         seen = [timeline.evidence_of(stored.of(pack.name, pack.package))]
         seen += [f"commits {strongest(at_commits)}"] if at_commits else []
-        cells = (link, pack.package, pack.title, wrong or "–", _newest(pack, stored), ", ".join(filter(None, seen)) or "–")
+        cells = (link, pack.package, pack.title, affected or "–", _newest(pack, stored), ", ".join(filter(None, seen)) or "–")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def wrong_ranges(pack: Pack) -> list[str]:
-    """The ranges of releases that are wrong; where one begins as another ends, for another reason, they are one."""
+def affected_ranges(pack: Pack) -> list[str]:
+    """The ranges of affected releases; two that touch, and differ in their reasons alone, are one."""
     ranges: list[str] = []
     for expected in pack.expected:
         lower, _, upper = expected.range.partition(",")
         if expected.outcome != "REPRODUCED":
             continue
-        if ranges and lower.startswith(">=") and ranges[-1].endswith(f",<{lower[2:]}"):
-            start = ranges.pop().rpartition(",")[0]
-            ranges.append(f"{start},{upper}" if upper else start)
+        if ranges and lower.startswith(">=") and ranges[-1].endswith(f"<{lower[2:]}"):
+            start = ranges.pop().removesuffix(f"<{lower[2:]}").removesuffix(",")
+            ranges.append(",".join(filter(None, (start, upper))) or ">=0")
         else:
             ranges.append(expected.range)
     return ranges
