@@ -103,7 +103,7 @@ def headers(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def mutants(session: nox.Session) -> None:
-    """Break every fix and blunt every trigger: each has to turn its side red. nox -s mutants [-- pack09]."""
+    """Break every fix and blunt every trigger: each mutant must be noticed. nox -s mutants [-- pack09]."""
     runner(session, "mutants", *session.posargs)
 
 
@@ -147,13 +147,13 @@ def contract(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def hunt(session: nox.Session) -> None:
-    """Search a release for what differs from a contract's definition: nox -s hunt -- liger-kernel==0.8.5 --minutes 10."""
+    """Search a release for deviations from a contract, by differential testing: nox -s hunt -- liger-kernel==0.8.5 --minutes 10."""
     runner(session, "hunt", *session.posargs, extra="hunt")
 
 
 @nox.session(default=False)
 def regress(session: nox.Session) -> None:
-    """Run every release of every upstream that has no fresh receipt, and tell what changed."""
+    """Run every release of every upstream that has no fresh receipt, and report what changed."""
     runner(session, "regress", *session.posargs, extra=cluster(session))
 
 
@@ -169,7 +169,7 @@ def cluster(session: nox.Session) -> str:
 
 @nox.session(default=False)
 def blame(session: nox.Session) -> None:
-    """Find the commits that brought a bug and took it away: nox -s blame -- pack09 --source CLONE."""
+    """Find the commits that introduced and fixed a bug: nox -s blame -- pack09 --source CLONE."""
     runner(session, "blame", *session.posargs)
 
 
@@ -181,7 +181,7 @@ def review(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def changes(session: nox.Session) -> None:
-    """Tell what changed from release to release: nox -s changes -- --since 2026-11-01."""
+    """Report what changed from release to release: nox -s changes -- --since 2026-11-01."""
     runner(session, "changes", *session.posargs)
 
 
@@ -199,7 +199,7 @@ def pins(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def check(session: nox.Session) -> None:
-    """Say which known bugs what is installed has: nox -s check [-- requirements.txt | uv.lock | --python PATH]."""
+    """Report the known bugs of the installed packages: nox -s check [-- requirements.txt | uv.lock | --python PATH]."""
     runner(session, "check", *session.posargs)
 
 
@@ -223,7 +223,7 @@ def verify(session: nox.Session) -> None:
 
 @nox.session(name="new-pack", default=False)
 def new_pack(session: nox.Session) -> None:
-    """Make the skeleton of a pack: nox -s new-pack -- 21 slug [--package NAME]."""
+    """Create the skeleton of a pack: nox -s new-pack -- 21 slug [--package NAME]."""
     runner(session, "new-pack", *session.posargs)
 
 

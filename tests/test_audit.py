@@ -101,7 +101,7 @@ def test_the_commands(cli, tmp_path, store):
     assert "outcome was" in done.stdout
     done = cli("verify", "--results", tmp_path / "nowhere")
     assert done.returncode == 2
-    assert "There is no receipt in" in done.stderr
+    assert "There are no receipts in" in done.stderr
 
 
 def test_schema_of_every_stored_receipt():

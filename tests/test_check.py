@@ -190,11 +190,11 @@ def test_standard_input_and_another_python(results):
 @pytest.mark.parametrize(
     ("content", "words", "said"),
     [
-        ("toy-pkg=2.0\n", (), "requirements.txt:1 is no requirement: 'toy-pkg=2.0'"),
+        ("toy-pkg=2.0\n", (), "requirements.txt:1 is not a requirement: 'toy-pkg=2.0'"),
         ("-r gone.txt\n", (), "asks for gone.txt, which is not there"),
-        ("toy-pkg==2.0\n", ("--upgrade", "toy-pkg"), "is no NAME==VERSION"),
+        ("toy-pkg==2.0\n", ("--upgrade", "toy-pkg"), "is not NAME==VERSION"),
         ("toy-pkg==2.0\n", ("--upgrade", "numpy==1.0"), "No pack is about numpy"),
-        ("toy-pkg==2.0\n", ("--pack", "pack99"), "pack99 is no pack about a fault"),
+        ("toy-pkg==2.0\n", ("--pack", "pack99"), "pack99 is not a pack about a bug"),
         ("toy-pkg==2.0\n", ("--python", "nowhere"), "not both"),
     ],
 )

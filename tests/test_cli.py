@@ -53,7 +53,7 @@ def test_the_three_proofs_and_the_evidence_are_printed(cli, cache):
 def test_a_fix_without_one_of_its_transforms_is_red(cli, cache, tmp_path):
     done = cli("run", "pack00", "--release", "1.0", "--without", "sum", cache=cache)
     assert done.returncode == 1
-    assert "1.0 patched: expected ABSENT (the fix cures it), saw REPRODUCED" in " ".join(done.stdout.split())
+    assert "1.0 patched: expected ABSENT (the fix works), saw REPRODUCED" in " ".join(done.stdout.split())
     assert not list((tmp_path / "results").glob("*/pack00/*")), "such runs are no record of the release"
     assert list((tmp_path / "results" / "review" / "without-sum").glob("*/pack00/*.json"))
 
@@ -80,7 +80,7 @@ def test_somebody_elses_diff_is_judged_on_both_sides(cli, cache, tmp_path):
     [
         (["run", "pack77"], "There is no pack 'pack77'; the packs here are: pack00, "),
         (["run", "pack00", "--release", "99.0"], "has no release 99.0"),
-        (["run", "pack00", "--relase", "1.0"], "--relase is no option of this command"),
+        (["run", "pack00", "--relase", "1.0"], "--relase is not an option of this command"),
         (["run", "pack00", "1.0"], "'1.0' is not understood here"),
         (["run", "pack00", "--jobs", "0"], "--jobs 0"),
         (["run", "pack00", "--variant", "huge"], "has no variant 'huge'"),
@@ -94,7 +94,7 @@ def test_somebody_elses_diff_is_judged_on_both_sides(cli, cache, tmp_path):
         (["run", "pack00", "--without", "plus", "--release", "1.0"], "no transform 'plus'"),
         (["run", "pack00", "--patch", "/nowhere.diff", "--release", "1.0"], "cannot be read"),
         (["run", "pack00", "--patch", "x", "--without", "y"], "has no meaning beside --patch"),
-        (["run", "pack00", "--machine", "../elsewhere"], "is no name for a folder"),
+        (["run", "pack00", "--machine", "../elsewhere"], "is not a folder name"),
         (["attach", "pack09"], "There is no receipt of pack09"),
         (["new-pack", "9", "again"], "taken by pack09"),
     ],

@@ -124,10 +124,10 @@ def test_a_find_is_written_as_a_pack_that_loads(tmp_path, how):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["liger kernel"], "is no package with a version"),
+        (["liger kernel"], "is not a package and version"),
         (["numpy==2.0"], "No pack has a hunt.py for numpy; there are some for"),
         (["megatron-core"], "Name one with --pack: pack20, pack36"),
-        (["liger-kernel==0.8.5", "--minutes", "0"], "is no time"),
+        (["liger-kernel==0.8.5", "--minutes", "0"], "is not a duration"),
     ],
 )
 def test_mistakes_are_said_in_a_sentence(capsys, words, said):

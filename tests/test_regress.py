@@ -308,7 +308,7 @@ def test_two_writers_of_one_cell_leave_a_whole_pair(cache, tmp_path):
         (["--since", "next"], "--since next is not a version"),
         (["--jobs", "0"], "--jobs 0"),
         (["--confirm", "0"], "--confirm 0"),
-        (["--machine", "a/b"], "is no name for a folder"),
+        (["--machine", "a/b"], "is not a folder name"),
         (["--pack", "00", "--results", "README.md"], "README.md"),
         pytest.param(
             ["--pack", "00", "--results", "RESULTS", "--scheduler", "tcp://127.0.0.1:9"],

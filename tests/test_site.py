@@ -70,7 +70,7 @@ class Stops(HTMLParser):
 
 def test_a_cell_says_why_and_a_release_when(built):
     text = (built / "upstream-liger-kernel.html").read_text()
-    assert "bug there, cured by the fix, evidence" in text or "bug there, evidence" in text
+    assert "affected, fix validated, evidence" in text or "affected, evidence" in text
     why = PACK.expectation("0.7.0").why
     assert why in html.unescape(text)
     assert why in html.unescape((built / "release-liger-kernel-0.7.0.html").read_text())
@@ -158,7 +158,7 @@ def test_what_a_receipt_says_is_never_markup(tmp_path, stored):
 def test_a_folder_of_somebody_else_is_not_touched(tmp_path, stored):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("")
-    with pytest.raises(UserError, match="no site made by this command"):
+    with pytest.raises(UserError, match="not a site made by this command"):
         site.build([PACK], stored, tmp_path / "mine")
     assert (tmp_path / "mine" / "thesis.tex").is_file()
     site.build([PACK], history.History(), tmp_path / "site")
@@ -191,8 +191,8 @@ def test_the_command(cli, tmp_path):
     assert "<dd>2.19.0</dd>" in (tmp_path / "site" / "pack26.html").read_text().replace("\n", "")
     assert "d48bd6be0a" in (tmp_path / "site" / "pack10.html").read_text().partition("Variants and commits")[2]
     for arguments, said in (
-        (["--output", ROOT / "docs"], "is no site made by this command"),
-        (["--base-url", "here", "--output", tmp_path / "x"], "is no address"),
+        (["--output", ROOT / "docs"], "is not a site made by this command"),
+        (["--base-url", "here", "--output", tmp_path / "x"], "is not a URL"),
     ):
         done = cli("site", *arguments)
         assert done.returncode == 2
@@ -254,7 +254,7 @@ def test_accessible_on_any_screen(visit, name, width, scheme):
 @pytest.mark.browser
 def test_from_the_overview_to_a_release_and_back(visit):
     page = visit("index.html")
-    page.get_by_role("link", name="pack09, liger-kernel 0.8.1: bug there, cured by the fix, evidence device:sm_90").click()
+    page.get_by_role("link", name="pack09, liger-kernel 0.8.1: affected, fix validated, evidence device:sm_90").click()
     assert page.title() == "liger-kernel 0.8.1 · Reproducer packs"
     page.get_by_role("link", name="0.8.2", exact=True).click()
     assert page.get_by_role("heading", level=1).inner_text() == "liger-kernel 0.8.2"

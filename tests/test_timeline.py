@@ -272,7 +272,7 @@ def test_the_feed_has_an_entry_for_each_change_with_an_id_that_stays():
 def test_every_pair_of_outcomes_has_its_word(side):
     told = {(b, a): history.change(side, b, a) for b in OUTCOMES.values() for a in OUTCOMES.values()}
     assert told["ABSENT", "REPRODUCED"] == told["CHANGED", "REPRODUCED"] == "regressed"
-    assert told["UNTESTABLE", "REPRODUCED"] is None, "that it could not be told before is no regression"
+    assert told["UNTESTABLE", "REPRODUCED"] is None, "that it was inconclusive before is no regression"
     assert told["REPRODUCED", "ABSENT"] == "fixed"
     assert told["ABSENT", "UNTESTABLE"] == told["REPRODUCED", "CHANGED"] == "broken"
     assert told["UNTESTABLE", "ABSENT"] is None

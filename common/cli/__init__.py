@@ -80,7 +80,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     session = os.environ.get("REPRODUCER_PROG")
     parser = argparse.ArgumentParser(
         prog="python -m common",
-        description="Is this upstream bug in that release, and does this fix cure it?",
+        description="Is this upstream bug in that release, and does this fix fix it?",
         epilog="Exit status: 0 every verdict is what the pack expects, 1 one is not, 2 a mistake in the call or its surroundings, 130 Ctrl-C.",
     )
     parser.add_argument("--version", action="version", version=__version__)

@@ -1,4 +1,4 @@
-"""``blame``: which commits of the upstream brought a bug, and which took it away."""
+"""``blame``: which commits of the upstream introduced a bug, and which fixed it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from common.run.plan import Plan
 from common.scrub import plain
 from common.store import history
 
-HELP = "find the commits that brought a bug and took it away"
+HELP = "find the commits that introduced and fixed a bug"
 DESCRIPTION = """Between neighbouring releases whose recorded verdicts differ, run every commit that touches the files that the script ran
 or the fix changes, and its parent, and name those whose parent shows something else. Where a change came from elsewhere, every commit of the package between is run. A commit that
 was run is not run again. Exit status: 0 if each change of verdict was found, 1 if one was not, 2 for a mistake."""

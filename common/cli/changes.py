@@ -12,7 +12,7 @@ from common.cli import common, report
 from common.errors import UserError
 from common.publish import timeline
 
-HELP = "tell what changed from release to release"
+HELP = "report what changed from release to release"
 DESCRIPTION = (
     "Tell from the stored receipts what changed from release to release: what broke, what was fixed; the latest seen last."
 )

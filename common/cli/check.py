@@ -20,8 +20,8 @@ from common.publish.affected import Finding, Upgrade
 from common.publish.formats import Report
 from common.scrub import plain
 
-HELP = "say which known bugs what is installed has"
-DESCRIPTION = """Say which of the bugs that packs look for are in the versions that are installed, from the stored receipts, without a network:
+HELP = "report the known bugs of the installed packages"
+DESCRIPTION = """Report which of the bugs that packs reproduce affect the installed versions, from the stored receipts, without a network:
 whom each matters to, on what evidence, what to do about it and which release is right; then what is not known. Reads the environment of
 the python on your PATH, or FILE: requirements.txt, constraints.txt, the output of pip freeze, uv.lock, pylock.toml, poetry.lock, pdm.lock; - is standard input.
 Exits with 0 where none is known, 1 where one is, 2 at a mistake."""
@@ -38,9 +38,9 @@ def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:
         action="append",
         default=[],
         metavar="NAME==VERSION",
-        help="what that version would fix and bring; may be given again",
+        help="which bugs that upgrade would fix and introduce; may be repeated",
     )
-    parser.add_argument("--pack", action="append", metavar="PACK", help="this pack's bug alone; may be given again")
+    parser.add_argument("--pack", action="append", metavar="PACK", help="only this pack's bug; may be repeated")
     form = parser.add_mutually_exclusive_group()
     for name, words in (("json", "JSON"), ("sarif", "SARIF 2.1.0"), ("junit", "JUnit's XML"), ("markdown", "a Markdown table")):
         form.add_argument(f"--{name}", dest="form", action="store_const", const=name, help=f"{words} on standard output")
@@ -53,7 +53,7 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     index = affected.load(_index(options.results))
     if options.pack:
         if strange := sorted(set(options.pack) - {entry.pack for entry in index}):
-            raise UserError(f"{strange[0]} is no pack about a fault: {', '.join(sorted({e.pack for e in index}))} are.")
+            raise UserError(f"{strange[0]} is not a pack about a bug: {', '.join(sorted({e.pack for e in index}))} are.")
         index = [entry for entry in index if entry.pack in options.pack]
     known = {str(canonicalize_name(entry.package)) for entry in index}
     if strange := sorted(wanted.keys() - known):

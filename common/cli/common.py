@@ -81,7 +81,7 @@ def look_at(options: argparse.Namespace, look: Callable[[Path], Iterable[str]], 
     paths = {root: receipt.stored(root) for root in (results, *receipt.reviews(results))}
     total = sum(map(len, paths.values()))
     if not total:
-        raise UserError(f"There is no receipt in {results}.")
+        raise UserError(f"There are no receipts in {results}.")
     wrong = 0
     for root, here in paths.items():
         for path, problems in audit.problems(root, here, look):
@@ -110,9 +110,11 @@ def check(options: argparse.Namespace) -> None:
         except InvalidVersion as error:
             raise UserError(f"--since {since} is not a version (PEP 440).") from error
     if options.machine is not None and not MACHINE.fullmatch(options.machine):
-        raise UserError(f"--machine {options.machine} is no name for a folder: letters, digits, '.', '_' and '-' only.")
+        raise UserError(f"--machine {options.machine} is not a folder name: use letters, digits, '.', '_' and '-' only.")
     if options.machine in NO_RECORD:
-        raise UserError(f"--machine {options.machine} is no machine's name: results/{options.machine}/ is for something else.")
+        raise UserError(
+            f"--machine {options.machine} is not a machine's name: results/{options.machine}/ is for something else."
+        )
 
 
 def packs(out: Console) -> list[Pack]:
@@ -144,7 +146,7 @@ def stored(options: argparse.Namespace, chosen: list[Pack], out: Console) -> his
     """The stored runs; one that cannot be read is said, and hides no other."""
     found = history.load(options.results or RESULTS, chosen)
     for error in found.unreadable.values():
-        warn(f"Not counted: {error}", out)
+        warn(f"Ignored: {error}", out)
     return found
 
 

@@ -1,4 +1,4 @@
-"""``hunt``: search a release for what differs from a contract's definition, and write what is found as packs."""
+"""``hunt``: search a release for deviations from a contract, by differential testing, and write what is found as packs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from common.run import hunt, runner
 from common.run import plan as plans
 from common.run.plan import Plan
 
-HELP = "search a release for what differs from a contract's definition"
+HELP = "search a release for deviations from a contract, by differential testing"
 DESCRIPTION = """Try cases of a contract on a release (shapes, dtypes, layouts, options), each against the definition in fp64, in a process that may
 die; shrink what is wrong to the least case, leave out what a pack shows already, and write the rest as packs into hunted/. The same seed tries the
 same cases. Exit status: 0 nothing new, 1 something new, 2 a mistake."""
@@ -49,7 +49,7 @@ def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:
 def call(options: argparse.Namespace, extra: list[str]) -> int:
     out = report.console()
     if not options.minutes > 0:
-        raise UserError(f"--minutes {options.minutes:g} is no time: give more than 0.")
+        raise UserError(f"--minutes {options.minutes:g} is not a duration: give a number greater than 0.")
     pack, version = _target(options)
     lane = lanes.choose(pack, options.lane)
     given = {"threads": 2, "results": CACHE / "hunts", "cache": CACHE, "here": options.here} | _file(options, pack, version)
@@ -92,7 +92,7 @@ def _target(options: argparse.Namespace) -> tuple[Pack, str]:
     try:
         wanted = Requirement(options.release)
     except InvalidRequirement as error:
-        raise UserError(f"{options.release!r} is no package with a version: write liger-kernel==0.8.5.") from error
+        raise UserError(f"{options.release!r} is not a package and version: write liger-kernel==0.8.5.") from error
     packs = [pack for pack in common.about_upstreams(report.console(stderr=True)) if pack.hunt]
     about = [pack for pack in packs if canonicalize_name(pack.package) == canonicalize_name(wanted.name)]
     if not about:

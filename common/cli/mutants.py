@@ -13,7 +13,7 @@ from common.errors import UserError
 from common.files import ROOT, write_atomically
 from common.packs.pack import find
 
-HELP = "break every fix and blunt every trigger: each has to turn its side red"
+HELP = "break every fix and blunt every trigger: each mutant must be noticed"
 DESCRIPTION = """Run each pack with a transform of its fix left out, with each output of the fixed code poisoned (NaN, zeros, sign, a
 factor), and with its trigger blunted. Exit status: 0 if each turned its side red, else 1. What it found goes into docs/mutants.md."""
 

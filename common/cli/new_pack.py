@@ -7,8 +7,8 @@ import argparse
 from common.cli import common, report
 from common.packs import scaffold
 
-HELP = "make the skeleton of a pack that passes the contract tests"
-DESCRIPTION = "Make the skeleton of a pack that passes the contract tests."
+HELP = "create the skeleton of a pack that passes the contract tests"
+DESCRIPTION = "Create the skeleton of a pack that passes the contract tests."
 
 NEXT = """
 Next (docs/adding-a-pack.md says more):

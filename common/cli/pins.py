@@ -22,7 +22,7 @@ Exits with 1 if one that was asked for cannot be advised."""
 def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:
     parser.add_argument("upstream", nargs="*", help="e.g. liger-kernel (default: all that there are packs about)")
     parser.add_argument(
-        "--pack", action="append", metavar="PACK", help="go by this pack's bug alone; may be given again (default: every pack)"
+        "--pack", action="append", metavar="PACK", help="consider only this pack's bug; may be repeated (default: every pack)"
     )
     parser.add_argument("--json", action="store_true", help="the advice as JSON on standard output")
     parser.add_argument(

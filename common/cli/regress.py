@@ -10,8 +10,8 @@ from common.cli.cells import cell_options
 from common.run import regress
 from common.store import history
 
-HELP = "run every release of every upstream that has no fresh receipt, and tell what changed"
-DESCRIPTION = """Run every (pack, release, side) that has no fresh receipt from this machine, and tell what changed. A call that was
+HELP = "run every release of every upstream that has no fresh receipt, and report what changed"
+DESCRIPTION = """Run every (pack, release, side) that has no fresh receipt from this machine, and report what changed. A call that was
 stopped goes on where it stopped. Exit status: 0 if every verdict is what its pack expects, else 1."""
 
 

@@ -57,7 +57,7 @@ def told(row: Row) -> str:
 
 
 def _is_own(row: Row) -> bool:
-    """Whether a row says something of its own, and not only that the other side could not be told."""
+    """Whether a row says something of its own, and not only that the other side was inconclusive."""
     return row.ran or row.verdict.outcome == "NOTHING_TO_PATCH"
 
 

@@ -53,7 +53,7 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     # A pack that measures has no verdict that a pull request could change.
     about = [pack for pack in about if not pack.as_files and pack.kind != "claim"]
     if not about:
-        raise UserError(f"None of the packs that were named gives a verdict on a clone of {options.package}.")
+        raise UserError(f"None of the named packs gives a verdict on a clone of {options.package}.")
     markdown, junit = (
         None if path is None else common.output(path, mark)
         for path, mark in ((options.markdown, review.HEADING), (options.junit, review.XML))
@@ -62,7 +62,7 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     tasks: list[Task] = []
     versions: list[str] = []
     if not options.base or options.head == "":
-        raise UserError("--base and --head name commits: one of them is empty, a variable that is not set, perhaps?")
+        raise UserError("--base and --head name commits: one of them is empty; is a shell variable unset?")
     for ref in (options.base, options.head):
         for pack in about:
             wheel = checkouts.wheel(pack, common.given(options.source), ref, CACHE)

@@ -68,7 +68,7 @@ def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:
         help="judge this diff (a pull request under review) instead of the pack's fix: a file, an address, or - for standard input",
     )
     parser.add_argument(
-        "--without", metavar="TRANSFORM", help="leave one transform of the fix out: the patched side must turn red"
+        "--without", metavar="TRANSFORM", help="leave out one transform of the fix: the patched side must then fail"
     )
     parser.add_argument(
         "--sandbox",
@@ -285,7 +285,7 @@ def _checkout(pack: Pack, variant: str, options: argparse.Namespace, out: Consol
         if getattr(options, other):
             raise UserError(f"--{asked[0]} runs what it names as it is; it has no meaning beside --{other}.")
     if options.commit == "":
-        raise UserError("--commit was given without a name: a variable that is not set, perhaps?")
+        raise UserError("--commit was given without a name: is a shell variable unset?")
     if own and own.source:
         raise UserError(f"The variant {variant} is a commit itself; --{asked[0]} names another.")
     if pack.as_files or pack.kind == "selftest":
@@ -369,7 +369,7 @@ def _arguments(pack: Pack, variant: str | None, extra: Sequence[str]) -> tuple[s
     for word in extra:
         if word.startswith("--") and word.partition("=")[0] not in takes:
             raise UserError(
-                f"{word} is no option of this command ('--help' lists them), nor of {pack.name}'s script ({', '.join(sorted(takes)) or 'none'})."
+                f"{word} is not an option of this command ('--help' lists them), nor of {pack.name}'s script ({', '.join(sorted(takes)) or 'none'})."
             )
     if extra and not extra[0].startswith("--"):
         raise UserError(f"{extra[0]!r} is not understood here: '--help' lists the options.")

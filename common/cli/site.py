@@ -27,7 +27,7 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
         raise UserError("The plots need matplotlib: python -m pip install matplotlib (nox does it by itself).")
     if options.base_url and not re.match(r"https?://", options.base_url):
         raise UserError(
-            f"--base-url {options.base_url} is no address: give one such as https://github.com/OWNER/NAME/blob/main."
+            f"--base-url {options.base_url} is not a URL: give one such as https://github.com/OWNER/NAME/blob/main."
         )
     out = report.console()
     packs = common.about_upstreams(out)

@@ -14,8 +14,8 @@ from common.run import regress
 from common.run.regress import Report
 from common.store import history
 
-HELP = "run the releases that are newer than the receipts, and tell what changed"
-DESCRIPTION = """Ask the package index for releases newer than the receipts, run just those, and tell what changed. It files nothing.
+HELP = "run the releases that are newer than the receipts, and report what changed"
+DESCRIPTION = """Ask the package index for releases newer than the receipts, run just those, and report what changed. It files nothing.
 Made for cron and CI: exit status 3 if something changed, 0 if nothing did, 1 if a verdict is not what its pack expects, 2 for a mistake."""
 
 

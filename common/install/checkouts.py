@@ -77,7 +77,7 @@ def clone_at(directory: Path) -> Path:
         raise UserError(f"{directory} is not a folder.")
     done = git(directory, "rev-parse", "--show-toplevel")
     if done.returncode and git(directory, "rev-parse", "--is-bare-repository").stdout.strip() != b"true":
-        raise UserError(f"{directory} is no clone that git can read: {said(done)}.")
+        raise UserError(f"{directory} is not a git clone: {said(done)}.")
     return Path(os.fsdecode(done.stdout).rstrip("\n")) if done.returncode == 0 else directory
 
 
@@ -174,7 +174,7 @@ def _working(pack: Pack, directory: Path) -> tuple[dict[str, bytes], str]:
         raise UserError(f"{directory} is not a folder.")
     asked = git(directory, "rev-parse", "--show-toplevel")
     if asked.returncode and b"not a git repository" not in asked.stderr:
-        raise UserError(f"{directory} is no clone that git can read: {said(asked)}.")
+        raise UserError(f"{directory} is not a git clone: {said(asked)}.")
     top = Path(os.fsdecode(asked.stdout).rstrip("\n")) if asked.returncode == 0 else directory
     if asked.returncode or not any((top / folder).is_dir() for folder in folders(pack)):
         paths = [path for place in _places(pack) for path in [directory / place, *sorted((directory / place).rglob("*"))]]

@@ -229,7 +229,7 @@ class Wanted:
 def made(wanted: Wanted, cache_dir: Path, *, stop: threading.Event | None = None) -> Environment:
     """An environment of its own for a release, made by uv, or the one made earlier.
 
-    Raises `InstallError` when the release cannot be installed, `InfraError` when it cannot be told (no network, a wrong hash,
+    Raises `InstallError` when the release cannot be installed, `InfraError` when nothing can be said of it (no network, a wrong hash,
     a killed uv), and `UserError` when the base layer cannot be made.
     """
     sha256, version, file = wanted.sha256, wanted.version, wanted.file

@@ -77,7 +77,7 @@ def verify(
         # Only a package's Python files: two may well share a data file's name, or ship a setup.py.
         if shared := sorted(mine & files):
             raise UserError(
-                f"{shared[0]} is installed by {name}, too, so it cannot be told whose it is: use an environment without {name}."
+                f"{shared[0]} is installed by {name}, too, so it is unclear whose it is: use an environment without {name}."
             )
     for file, digest in shipped.items():
         if digest and sha256(site / file) != digest:

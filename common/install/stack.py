@@ -57,7 +57,7 @@ def of_python(python: Path) -> Stack:
         inside = [python / "bin" / "python", python / "Scripts" / "python.exe"]
         python = next((file for file in inside if file.is_file()), python)
     if not python.is_file():
-        raise UserError(f"{python} is no Python: name an interpreter, or the folder of a virtual environment.")
+        raise UserError(f"{python} is not a Python interpreter: name one, or the folder of a virtual environment.")
     try:
         done = subprocess.run([python, "-I", "-c", _LIST], capture_output=True, text=True, timeout=60)
         found = json.loads(done.stdout)
@@ -183,7 +183,7 @@ def _requirements(lines: Iterable[str], path: Path | None, seen: set[Path]) -> I
                 if wheel := _wheel(text):
                     yield start, *wheel, ""
                 continue
-            raise UserError(f"{where}:{start} is no requirement: {text[:60]!r}.") from None
+            raise UserError(f"{where}:{start} is not a requirement: {text[:60]!r}.") from None
         pinned = [s.version for s in requirement.specifier if s.operator in ("==", "===") and not s.version.endswith("*")]
         if requirement.url and (wheel := _wheel(requirement.url)):
             yield start, *wheel, ""
@@ -223,4 +223,4 @@ def pinned(text: str) -> tuple[str, str]:
     try:
         return canonicalize_name(Requirement(name).name), str(Version(version))
     except (InvalidRequirement, InvalidVersion) as error:
-        raise UserError(f"{text!r} is no NAME==VERSION, such as liger-kernel==0.8.2.") from error
+        raise UserError(f"{text!r} is not NAME==VERSION, such as liger-kernel==0.8.2.") from error

@@ -111,7 +111,7 @@ def _finding(entry: Entry, version: str) -> Finding:
     elif run.outcome == "CHANGED":
         status, why = "unknown", f"something else happens in it: {run.reason}"
     else:
-        status, why = "unknown", f"it could not be told: {run.outcome}{f': {run.reason}' if run.reason else ''}"
+        status, why = "unknown", f"it was inconclusive: {run.outcome}{f': {run.reason}' if run.reason else ''}"
     if status != "unknown" and (run.stale or run.flaky):
         why = "seen with an earlier script" if run.stale else f"{run.agree} of {run.runs} runs"
         status = "unknown" if status == "unaffected" else status

@@ -203,7 +203,7 @@ def render(
 
 
 def summary(pack: Pack, found: Sequence[Range], commits: Sequence[Seen] = ()) -> str:
-    """Sentences: where the bug is, where it is not, and whether the fix cures it, each with its evidence."""
+    """Sentences: where the bug is, where it is not, and whether the fix works, each with its evidence."""
     parts = []
     for outcome, verb in (("BUG_REPRODUCED", "Reproduced in"), ("BUG_ABSENT", "Absent in")):
         names = [
@@ -223,7 +223,7 @@ def summary(pack: Pack, found: Sequence[Range], commits: Sequence[Seen] = ()) ->
             wrong[f"commit {commit[:8]}"] = fixed
     cured = [name for name, word in wrong.items() if word == "FIX_VALIDATED"]
     if cured:
-        parts.append("The fix below cures it " + ("there." if len(cured) == len(wrong) else f"in {', '.join(cured)}."))
+        parts.append("The fix below fixes it " + ("there." if len(cured) == len(wrong) else f"in {', '.join(cured)}."))
     return " ".join(parts) or "No release shows the bug or its absence."
 
 

@@ -17,7 +17,7 @@ from common.store.history import History, Seen
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What one release showed in one row: ``ok`` is None where it does not take what the row asks for, or could not be told."""
+    """What one release showed in one row: ``ok`` is None where it does not support what the row asks for, or is inconclusive."""
 
     version: str
     ok: bool | None

@@ -13,7 +13,7 @@ from common.scrub import md
 STATES = {
     "brought": "the bug is there, and the base does not show it",
     "changed": "something else happens than on the base",
-    "unknown": "it cannot be told",
+    "unknown": "inconclusive",
     "kept": "the base has the bug, too",
     "fixed": "the base has the bug",
     "free": "the base does not have the bug, either",
@@ -82,7 +82,7 @@ def _markdown(package: str, base: str, head: str, found: Sequence[Judged]) -> It
         if each.why:
             yield f"- {each.pack}: {STATES[each.state]}: {md(each.why)}"
     yield ""
-    yield "Each pack's script ran on both as they are. It looks for the bug alone: that a cure breaks nothing else is not shown by it."
+    yield "Each pack's script ran on both as they are. It looks for this bug only: it does not show that a fix breaks nothing else."
 
 
 def junit(package: str, found: Sequence[Judged]) -> str:

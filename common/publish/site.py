@@ -36,10 +36,10 @@ COLUMNS = 40
 CHANGES = 50
 
 _SAID = {
-    "REPRODUCED": "bug there",
-    "ABSENT": "bug absent",
-    "CHANGED": "something else happens",
-    "UNTESTABLE": "cannot be told",
+    "REPRODUCED": "affected",
+    "ABSENT": "not affected",
+    "CHANGED": "behaves differently",
+    "UNTESTABLE": "inconclusive",
     "MEASURED": "measured",
     "ERROR": "harness failed",
 }
@@ -47,13 +47,13 @@ _SAID = {
 
 #: Sign, colour and meaning of what stands in a cell.
 _KEY = (
-    ("●", "reproduced", "the bug is there"),
-    ("●→○", "reproduced", "and the pack's fix cures it"),
-    ("○", "absent", "it is not there"),
-    ("~", "changed", "something else happens"),
-    ("?", "untestable", "it cannot be told"),
-    ("#", "", "measured, no bug is meant"),
-    ("≈", "", "its runs differ"),
+    ("●", "reproduced", "affected"),
+    ("●→○", "reproduced", "affected, and the pack's fix is validated"),
+    ("○", "absent", "not affected"),
+    ("~", "changed", "behaves differently"),
+    ("?", "untestable", "inconclusive"),
+    ("#", "", "measured, not about a bug"),
+    ("≈", "", "flaky: its runs differ"),
     ("S I C E D", "", "evidence: source, interpreter, codegen, emulated, device"),
     ("( )", "", "stale: the script or the fix has changed since"),
     ("blank", "", "never run"),
@@ -80,7 +80,7 @@ def build(
     ``base_url`` is where the checkout can be browsed (https://github.com/OWNER/NAME/blob/main): links of READMEs lead there.
     """
     if output.exists() and not (output / MARK).is_file() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"{output} is there and is no site made by this command: give another folder with --output.")
+        raise UserError(f"{output} exists and is not a site made by this command: give another folder with --output.")
     part = output.with_name(f"{output.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     with writing(part):
@@ -192,7 +192,7 @@ def _drawn(pack: Pack, version: str, sides: Mapping[str, Sequence[Seen]]) -> Dra
     if seen is None:
         return None
     said = _SAID.get(seen.outcome, seen.outcome)
-    said += ", cured by the fix" if history.cured(seen, sides) else ""
+    said += ", fix validated" if history.cured(seen, sides) else ""
     said += "" if seen.evidence == "none" else f", evidence {seen.evidence}"
     said += ", stale" if seen.stale else ""
     why = _why(pack, seen)

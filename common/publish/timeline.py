@@ -19,7 +19,7 @@ from common.store.history import History, Seen, Stretch, best, ranges, stretches
 #: How a verdict is drawn; the letter beside it is the first of its evidence level.
 GLYPH = {"REPRODUCED": "●", "ABSENT": "○", "CHANGED": "~", "UNTESTABLE": "?", "MEASURED": "#", "ERROR": "!"}
 LEGEND = (
-    "● the bug is there · ●→○ and the pack's fix cures it · ○ it is not there · ~ something else happens · ? it cannot be told · "
+    "● affected · ●→○ affected, and the pack's fix is validated · ○ not affected · ~ behaves differently · ? inconclusive · "
     "# measured, no bug is meant · ! the harness failed · ≈ flaky, its runs differ · blank: never run. "
     "Letters, weakest evidence first: S source, I interpreter, C codegen, E emulated, D device. In brackets: stale, "
     "the script or the fix has changed since."
@@ -66,7 +66,7 @@ def summary(pack: Pack, runs: Sequence[Seen]) -> str:
     if times > 1:
         text += f" It came {_times(times)}: {told}."
     elif len(wrong) > 1:
-        text += f" Releases between could not be told: {told}."
+        text += f" Releases between were inconclusive: {told}."
     if commit := pack.fixed.get("commit"):
         where = pack.fixed.get("release")
         text += f" Fix: commit {commit}" + (f", first released in {where}." if where else ", not released yet.")
@@ -228,14 +228,14 @@ def osv(pack: Pack, runs: Sequence[Seen]) -> dict[str, Any] | None:
     pack about how the code is written, which nobody is affected by.
 
     A stretch that ends at a release without the bug is an ``introduced`` / ``fixed`` range; one that ends at releases that
-    cannot be told, ``introduced`` / ``last_affected``, which OSV wants in a range of its own.
+    inconclusive, ``introduced`` / ``last_affected``, which OSV wants in a range of its own.
     """
     wrong = stretches(runs)
     if not wrong or pack.kind in NO_FAULT:
         return None
     times = sorted(seen.started for seen in runs)
     newest = max((order(seen.version) for seen in runs), default=None)
-    # What follows has to be the release without the bug: one that could not be told is in no range.
+    # What follows has to be the release without the bug: one that was inconclusive is in no range.
     closed = [s for s in wrong if s.fixed and s.fixed == s.next]
     ended = [event for s in closed for event in ({"introduced": s.first}, {"fixed": s.fixed})]
     pieces = [ended] if ended else []

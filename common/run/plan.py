@@ -107,11 +107,11 @@ def expected(plan: Plan, version: str, side: str) -> tuple[str, str]:
     if side == "unpatched":
         return expectation.verdict, expectation.why
     if plan.patch is not None and expectation.outcome != "REPRODUCED":
-        return "NOTHING_TO_FIX", f"a patch under review has to break nothing; {expectation.why}"
+        return "NOTHING_TO_FIX", f"a patch under review must break nothing; {expectation.why}"
     if plan.patch is not None:
-        return "ABSENT", "a patch under review has to cure the bug and to break nothing"
+        return "ABSENT", "a patch under review must fix the bug and break nothing else"
     if expectation.outcome == "REPRODUCED":
-        return ("ABSENT", "the fix cures it") if plan.pack.fix.is_file() else ("NOTHING_TO_PATCH", NO_FIX)
+        return ("ABSENT", "the fix works") if plan.pack.fix.is_file() else ("NOTHING_TO_PATCH", NO_FIX)
     if expectation.outcome in ("ABSENT", "CHANGED"):
         return "NOTHING_TO_PATCH", expectation.why
     return expectation.verdict, expectation.why

@@ -1,4 +1,4 @@
-"""Bring the receipts up to date, release by release, and tell what changed.
+"""Bring the receipts up to date, release by release, and report what changed.
 
 A cell with a fresh receipt is not run again, so an interrupted call goes on where it stopped. What was there before the
 first cell ran is kept beside the receipts until a call ends, so that the changes told at the end are those since then.
@@ -258,7 +258,7 @@ def run(
     ran = {row.cell for row in rows}
     doubtful = [c for c in changes if c.cell in ran]
     if doubtful and confirm > 1:
-        say(f"{len(doubtful)} change(s): {confirm - 1} more run(s) of each, to tell a change from a chance.")
+        say(f"{len(doubtful)} change(s): {confirm - 1} more run(s) of each, to rule out flakiness.")
         sure = dict(zip(doubtful, _confirmed(doubtful, rows, work, pool, confirm), strict=True))
         changes = [sure.get(c, c) for c in changes]
         after = load()
@@ -323,11 +323,11 @@ class _Before:
         self.cells = {cell: _was(now.get(cell)) for cell in cells}
         try:
             if earlier := _journal(journal):
-                say("Going on from a call that was stopped: changes are told against what was there before it.")
+                say("Resuming a call that was stopped: changes are reported relative to the state before it.")
                 self.started = earlier.started
                 self.cells |= {Cell.parse(line): was for line, was in earlier.cells.items()}
         except ValueError:
-            say(f"{journal} cannot be read: changes are told against what is there now.")
+            say(f"{journal} cannot be read: changes are reported relative to the current receipts.")
         if work.tasks:
             kept = Journal(schema=1, started=self.started, cells={str(cell): was for cell, was in self.cells.items()})
             write_atomically(journal, msgspec.json.encode(kept))

@@ -307,14 +307,14 @@ class Stretch:
     last: str
     fixed: str | None
     versions: tuple[str, ...]
-    #: Whether the releases up to the next piece show something else, or only could not be told.
+    #: Whether the releases up to the next piece show something else, or were only inconclusive.
     left: bool
     #: The release after the last, whatever it shows; None where it is the newest.
     next: str | None
 
 
 def stretches(runs: Iterable[Seen]) -> list[Stretch]:
-    """Where the bug was, in as many pieces as it came. Releases that could not be told end a piece and do not fix it."""
+    """Where the bug was, in as many pieces as it came. Inconclusive releases end a piece and do not fix it."""
     told = [
         (version, seen) for version, sides in releases(runs).items() if (seen := best(sides.get("unpatched", ()))) is not None
     ]

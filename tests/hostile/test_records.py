@@ -383,7 +383,7 @@ def test_a_machine_is_no_markup(tmp_path, store):
 def test_a_machine_is_not_called_as_a_folder_of_ours(cli):
     done = cli("run", "pack00", "--release", "1.0", "--machine", "attach")
     assert done.returncode == 2
-    assert "no machine's name" in done.stderr
+    assert "not a machine's name" in done.stderr
 
 
 def test_a_patch_receipt_follows_from_its_log(wheels, index, run, tmp_path):
