@@ -54,6 +54,23 @@ def test_the_release_is_not_changed_and_the_overlay_is(site, tmp_path):
     assert text.splitlines()[:2] == ["--- a/toy/__init__.py", "+++ b/toy/__init__.py"]
 
 
+@pytest.mark.parametrize("ends", ["\n", "\r\n"])
+def test_line_ends_of_a_release_stay_what_they_are(site, tmp_path, ends):
+    """cut-cross-entropy's files have CRLF; a diff may have been saved with either."""
+    module = site / "toy" / "__init__.py"
+    module.write_bytes(SOURCE.replace("\n", "\r\n").encode())
+    patch = tmp_path / "pr.diff"
+    patch.write_bytes(GIT_DIFF.replace("\n", ends).encode())
+    judged = apply_patch(patch, "toy", "1.0", "src/", site, tmp_path / "judged").diff
+    assert judged == apply_fix(FIX, site, tmp_path / "fixed")
+    assert len(judged.splitlines()) == 6, "the line that changed, and not every line"
+    assert (tmp_path / "fixed" / "toy" / "__init__.py").read_bytes() == module.read_bytes().replace(
+        b"xs[0] * len(xs)", b"sum(xs)"
+    )
+    applied = subprocess.run(["git", "apply", "--check", "-"], input=judged.encode(), cwd=site, capture_output=True)
+    assert applied.returncode == 0, applied.stderr
+
+
 def test_a_diff_applies_to_the_release(site, tmp_path):
     text = apply_fix(FIX, site, tmp_path / "overlay")
     subprocess.run(

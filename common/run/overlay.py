@@ -77,7 +77,9 @@ def apply_patch(
         for change in changes:
             kind = _kind(change, prefix, shipped, overlay)
             if kind == "applied":
-                _git_apply(patch, f"{package} {version}", change, prefix, overlay)
+                old, new = (overlay / (_place(name, prefix, shipped) or "") for name in (change.old, change.new))
+                with _line_feeds(old, new):
+                    _git_apply(patch, f"{package} {version}", change, prefix, overlay)
             name = change.new or change.old
             if name not in sorted_out[kind]:  # A series of commits may touch a file many times.
                 sorted_out[kind].append(name)
@@ -264,20 +266,35 @@ def _transform(path: Path, file: str, transforms: Sequence[Transform]) -> None:
         if transforms and all(transform.optional for transform in transforms):
             return
         raise AnchorError(f"{file}: the release has no such file")
-    source = path.read_text(encoding="utf-8")
-    for transform in transforms:
+    with _line_feeds(path, path):
+        source = path.read_text(encoding="utf-8")
+        for transform in transforms:
+            try:
+                edited = transform(source)
+            except AnchorError as error:
+                raise AnchorError(f"{file}: {error}") from error
+            if edited == source and not transform.optional:
+                raise AnchorError(f"{file}: transform {transform.name!r} changes nothing")
+            source = edited
         try:
-            edited = transform(source)
-        except AnchorError as error:
-            raise AnchorError(f"{file}: {error}") from error
-        if edited == source and not transform.optional:
-            raise AnchorError(f"{file}: transform {transform.name!r} changes nothing")
-        source = edited
-    try:
-        compile(source, file, "exec", dont_inherit=True)
-    except SyntaxError as error:
-        raise AnchorError(f"{file}: the transformed source is not valid Python (line {error.lineno}: {error.msg})") from error
-    path.write_text(source, encoding="utf-8")
+            compile(source, file, "exec", dont_inherit=True)
+        except SyntaxError as error:
+            raise AnchorError(
+                f"{file}: the transformed source is not valid Python (line {error.lineno}: {error.msg})"
+            ) from error
+        path.write_text(source, encoding="utf-8")
+
+
+@contextmanager
+def _line_feeds(old: Path, new: Path) -> Iterator[None]:
+    """``old`` with plain line feeds, for git and for anchors; if all its lines ended in CRLF, so do those of ``new`` afterwards."""
+    before = old.read_bytes() if old.is_file() else b""
+    crlf = 0 < before.count(b"\n") == before.count(b"\r\n")
+    if crlf:
+        old.write_bytes(before.replace(b"\r\n", b"\n"))
+    yield
+    if crlf and new.is_file():
+        new.write_bytes(re.sub(rb"\r?\n", b"\r\n", new.read_bytes()))
 
 
 @contextmanager
