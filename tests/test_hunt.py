@@ -16,7 +16,7 @@ pytest.importorskip("hypothesis")
 
 HUNT = '''
 SPACE = {"size": [8, 1, 100], "scale": [1.0, 0.5, -1.0], "mask": [False, True], "dies": [False, True]}
-KNOWN = [{"pack": "pack09", "how": "off", "options": ["mask"]}]
+KNOWN = [{"pack": "pack09", "package": "toy", "how": "off", "options": {"mask": [True]}}]
 def eager(**options):
     return True
 # --- case ---
@@ -74,6 +74,46 @@ def test_each_fault_is_found_once_at_its_least(asked):
     assert told.tried["mask"]["true"] and "-1.0" not in told.tried["scale"]
 
 
+@pytest.mark.parametrize(
+    ("options", "how", "known"),
+    [
+        ({"softcap": 4.0}, "the loss is off", True),
+        ({"softcap": 4.0}, "the gradient of x is off", False),  # the loss is right: another bug
+        ({"softcap": 4.0, "layout": "x by columns"}, "the loss is off", False),  # the softcap alone is not enough
+        ({"softcap": 0.1}, "the loss is off", False),
+        ({"gradient": "0.5", "softcap": 4.0}, "the loss is off", True),  # None: whatever it is
+        ({}, "the loss is off", False),
+    ],
+)
+def test_a_find_is_known_only_where_it_is_just_what_the_pack_shows(options, how, known):
+    row = {"pack": "pack37", "how": "the loss is off", "options": {"softcap": [4.0, 30.0], "gradient": None}}
+    assert hunt._is_known(row, how, options) is known
+
+
+def test_a_find_explains_no_case_with_other_values(asked, tmp_path):
+    """A fault of one layout hides that of another no more, nor one reduction the other."""
+    layouts = HUNT.replace('"mask": [False, True]', '"mask": [False, True, "other"]')
+    (tmp_path / "hunt.py").write_text(layouts)
+    told = hunt.hunt(asked(), seed=0, seconds=8, say=lambda line: None)
+    assert {find.differs["mask"] for find in told.finds if "mask" in find.differs} == {True, "other"}
+
+
+def test_ctrl_c_keeps_what_was_found(asked):
+    pool, cases = asked(), []
+
+    class Stopped:
+        told = pool.told
+
+        def ask(self, options, *, cover=False):
+            cases.append(options)
+            if len(cases) > 150:
+                raise KeyboardInterrupt
+            return pool.ask(options, cover=cover)
+
+    told = hunt.hunt(Stopped(), seed=0, seconds=60, say=lambda line: None)
+    assert told.stopped and told.finds
+
+
 def test_the_same_seed_finds_the_same_in_the_same_order(asked):
     said = [[], []]
     for lines in said:
@@ -117,8 +157,19 @@ def test_a_find_is_written_as_a_pack_that_loads(tmp_path, how):
     assert "'softcap': 4.0" in text
     assert "# --- contract/1" not in text
     assert ("--case" in text) == how.startswith("dies")
+    assert "no-api" in text or how.startswith("dies"), "what the release does not take shows nothing"
     for section in ("## Trigger", "## Fix", "## Scope claimed", "## Scope NOT claimed"):
         assert section in (place / "README.md").read_text()
+
+
+def test_a_find_in_a_wheel_of_ones_own_does_not_accuse_the_release(tmp_path):
+    given = hunt.Find(plain={"V": 70}, differs={"V": 2}, how="the loss is off", error=None, pack=None, sure=True)
+    (wheel := tmp_path / "liger_kernel-0.8.3-py3-none-any.whl").write_bytes(b"mine")
+    place = found.write(given, find("pack32"), "0.8.3", 7, tmp_path, 90, wheel)
+    for name in ("repro.py", "README.md"):
+        text = " ".join((place / name).read_text().split())
+        assert "in liger_kernel-0.8.3-py3-none-any.whl of sha256" in text, name
+        assert "which is not the release of that version" in text, name
 
 
 @pytest.mark.parametrize(
@@ -126,7 +177,9 @@ def test_a_find_is_written_as_a_pack_that_loads(tmp_path, how):
     [
         (["liger kernel"], "is not a package and version"),
         (["numpy==2.0"], "No pack has a hunt.py for numpy; there are some for"),
-        (["megatron-core"], "Name one with --pack: pack20, pack36"),
+        (["megatron-core"], "give --pack pack20, pack36"),
+        (["megatron_core"], "give --pack pack20, pack36"),
+        (["liger_kernel==0.8.5", "--pack", "pack20"], "give --pack pack32"),
         (["liger-kernel==0.8.5", "--minutes", "0"], "is not a duration"),
     ],
 )

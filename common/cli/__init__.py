@@ -13,11 +13,9 @@ from collections.abc import Sequence
 
 from common import __version__
 from common.__main__ import missing
-from common.cli.common import OK, USAGE, complain
+from common.cli.common import INTERRUPTED, OK, USAGE, complain
 from common.errors import UserError, full
 
-#: Exit code of Ctrl-C, by convention 128 + the signal's number.
-INTERRUPTED = 130
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 
 

@@ -23,8 +23,8 @@ from common.scrub import plain
 from common.store import audit, history, receipt
 from common.store.receipt import NO_RECORD
 
-#: Exit codes: every verdict as expected; one is not; the call or its surroundings are wrong; something changed (watch).
-OK, SURPRISE, USAGE, CHANGED = 0, 1, 2, 3
+#: Exit codes: every verdict as expected; one is not; a usage or environment error; something changed (watch); Ctrl-C, by convention 128 + SIGINT.
+OK, SURPRISE, USAGE, CHANGED, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 def called_from() -> Path:

@@ -17,6 +17,7 @@ from common.files import CACHE
 from common.install import checkouts, environment, lanes, releases
 from common.install.releases import Release
 from common.packs.pack import Pack, load
+from common.packs.pack import find as find_pack
 from common.publish import found
 from common.run import hunt, runner
 from common.run import plan as plans
@@ -75,9 +76,16 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
             "The plainest case is wrong, so there is nothing to hold a find against, and no pack is written.", markup=False
         )
     for number, find in enumerate([find for find in new if find.differs] if not options.reference else (), 90):
-        place = found.write(find, pack, release.version, options.seed, folder, number)
-        rows = runner.run_release(plans.planned(load(place), "", lane, **given), release)
-        out.print(f"written: {place} ({rows[0].verdict})", markup=False, soft_wrap=True)
+        place = found.write(find, pack, release.version, options.seed, folder, number, plan.wheels.get(release.version))
+        verdict = (
+            ""
+            if told.stopped
+            else f" ({runner.run_release(plans.planned(load(place), '', lane, **given), release)[0].verdict})"
+        )
+        out.print(f"written: {place}{verdict}", markup=False, soft_wrap=True)
+    if told.stopped:
+        out.print("Stopped by Ctrl-C: the packs that were written were not run.", style="yellow")
+        return common.INTERRUPTED
     known = [find for find in told.finds if find.pack]
     out.print(
         f"{'✗' if new else '✓'} {len(new)} new, {len(known)} known ({', '.join(str(find.pack) for find in known) or 'none'})",
@@ -98,10 +106,11 @@ def _target(options: argparse.Namespace) -> tuple[Pack, str]:
     if not about:
         names = ", ".join(sorted({pack.package for pack in packs}))
         raise UserError(f"No pack has a hunt.py for {wanted.name}; there are some for {names}.")
+    names = ", ".join(pack.name for pack in about)
     if options.pack:
-        about = [pack for pack in about if pack.name == options.pack]
+        about = [pack for pack in about if pack.name == find_pack(options.pack).name]
     if len(about) != 1:
-        raise UserError(f"Name one with --pack: {', '.join(p.name for p in packs if p.package == wanted.name)}.")
+        raise UserError(f"Several packs have a hunt.py for {wanted.name}, or another is named: give --pack {names}.")
     return about[0], str(wanted.specifier).removeprefix("==")
 
 

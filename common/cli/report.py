@@ -134,6 +134,23 @@ def claims(rows: Sequence[Row]) -> Iterator[Text]:
             yield Text(f"✓ {row.cell.version} {row.cell.side}: {', '.join(row.verdict.claims)}", "green")
 
 
+def marks(rows: Sequence[Row]) -> Iterator[Text]:
+    """What a release showed in the rows of a contract: how many are as they should be, and those that are not."""
+    for row in rows:
+        told = {
+            name: each for name, each in row.verdict.metrics.items() if isinstance(each, dict) and {"ok", "saw"} <= set(each)
+        }
+        if not told or row.verdict.outcome != "MEASURED":
+            continue
+        count = {ok: sum(each["ok"] is ok for each in told.values()) for ok in (True, False, None)}
+        yield Text(
+            f"{row.cell.version}: {count[True]} of {len(told)} rows as they should be, {count[None]} not taken, {count[False]} not:"
+        )
+        for name, each in told.items():
+            if each["ok"] is False:
+                yield Text(f"  ✗ {name}: {each['saw']}", "red")
+
+
 def surprises(rows: Sequence[Row]) -> Iterator[Text]:
     """One line for each verdict that is not what was expected, with the reason that the pack gives."""
     for row in rows:

@@ -205,6 +205,7 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
         report.table(rows, f"{pack.name} · {pack.package}" + (f" · {variant}" if variant else ""), judged=not options.propose)
     )
     parts += report.claims(rows)
+    parts += report.marks(rows)
     if plan.checkout and rows:
         parts.append(report.of_checkout(rows[0], pack.deep_check(variant) is not None))
     parts += (

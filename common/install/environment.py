@@ -187,9 +187,7 @@ def here(package: str, cache_dir: Path, *, wheel: Path | None = None, release_pa
                 dist, site, on_path = distribution(package, folder), folder, False
                 break
         else:
-            raise UserError(
-                f"{package} is not installed in the active environment: install it, or give it with --wheel FILE or --release-path DIR."
-            )
+            raise UserError(f"{package} is not installed in the active environment: install it, or name a file with --wheel.")
     return Environment(
         python=Path(sys.executable),
         site=site,

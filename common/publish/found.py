@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pprint
 import re
@@ -19,7 +20,7 @@ _SCRIPT = '''\
 # ///
 """{package}: {title}.
 
-Found by a hunt (seed {seed}) for what differs from a definition in fp64. The trigger is the least case that was found; the control is the plainest
+Found by a hunt (seed {seed}) for what differs from a definition in fp64{where}. The trigger is the least case that was found; the control is the plainest
 one. Exits with 10 (BUG_REPRODUCED), 0 (BUG_ABSENT) or 125 (neither).
 """
 
@@ -42,7 +43,10 @@ def main():
     function = release()
     for role, options in (("control", PLAIN), ("trigger", FOUND)):
         told = case(function, **options)
-        check(role, f"{'the plainest case' if options is PLAIN else 'the case that was found'}: {told['how'] or 'right'}", told["ok"] is not False)
+        if told["ok"] is None:
+            print(f"The release does not take this case: {told['how']}.")
+            finish("UNTESTABLE", "no-api")
+        check(role, f"{'the plainest case' if options is PLAIN else 'the case that was found'}: {told['how'] or 'right'}", told["ok"])
     finish()
 """
 _DYING = """\
@@ -61,7 +65,7 @@ def main():
 _README = """\
 # {name}: {title}
 
-**{package} {version}: {title}, found by a hunt (seed {seed}).**
+**{package} {version}: {title}, found by a hunt (seed {seed}){where}.**
 
 ## Trigger
 
@@ -89,8 +93,8 @@ def title(find: Find) -> str:
     return f"{how} with {words}".replace('"', "'")
 
 
-def write(find: Find, pack: Pack, version: str, seed: int, folder: Path, number: int) -> Path:
-    """The folder of the new pack, below ``folder``."""
+def write(find: Find, pack: Pack, version: str, seed: int, folder: Path, number: int, file: Path | None = None) -> Path:
+    """The folder of the new pack, below ``folder``. ``file`` is the wheel that was hunted, where it is not the index's."""
     assert pack.hunt is not None
     slug = re.sub(r"[^a-z0-9]+", "_", " ".join([pack.package, *find.differs]).lower()).strip("_")[:40].strip("_")
     place = folder / f"pack{number:02}_{slug}"
@@ -103,11 +107,16 @@ def write(find: Find, pack: Pack, version: str, seed: int, folder: Path, number:
         adapter = adapter.replace(f"import {module}\n", "")
     case = (pack.folder / pack.hunt).read_text(encoding="utf-8").partition("# --- case ---\n")[2].strip()
     named = title(find)
+    where = ""
+    if file is not None:  # of which the release of that number is not to be accused
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        where = f", in {file.name} of sha256 {digest[:16]}, which is not the release of that version: run that before you say anything of it"
     text = _SCRIPT.format(
         dependencies=re.sub(rf"{re.escape(pack.package)}==[^\"]+", f"{pack.package}=={version}", header[1] if header else "[]"),
         package=pack.package,
         title=named,
         seed=seed,
+        where=where,
         adapter=adapter,
         case=case,
         plain=pprint.pformat(dict(find.plain), width=120, sort_dicts=False),
@@ -129,6 +138,13 @@ def write(find: Find, pack: Pack, version: str, seed: int, folder: Path, number:
     write_atomically(place / "repro.py", text)
     write_atomically(place / "pack.toml", f'{top}{toml}\n\n[expected]\n"=={version}" = {verdict}\n')
     options = "\n".join(f"* `{name}`: {json.dumps(value)}" for name, value in find.differs.items()) or "* nothing"
-    words = {"name": place.name.partition("_")[0], "title": named, "package": pack.package, "version": version, "seed": seed}
+    words = {
+        "name": place.name.partition("_")[0],
+        "title": named,
+        "package": pack.package,
+        "version": version,
+        "seed": seed,
+        "where": where,
+    }
     write_atomically(place / "README.md", _README.format(options=options, **words))
     return place

@@ -25,7 +25,7 @@ SPACE = {
     "backward": ["once", "twice"],
     "decay": [1, 0, 20],
 }
-#: Finds that have a pack already, by how they end and the options that it takes.
+#: Finds that a pack shows already, as in pack32's hunt.py: none.
 KNOWN = []
 NAMES = ("Q", "K", "V", "ADT", "DT", "Trap", "Q_bias", "K_bias", "Angles", "D", "Z")
 STATES = ("angle state", "SSM state", "K state", "V state")

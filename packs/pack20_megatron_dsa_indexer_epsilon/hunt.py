@@ -15,8 +15,8 @@ SPACE = {
     "topk": [8, 1, 16],
     "coefficient": [1.0, 0.01],
 }
-#: Finds that have a pack already, by how they end and the options that it takes.
-KNOWN = [{"pack": "pack20", "how": "off", "options": ["gain"]}]
+#: Finds that a pack shows already, as in pack32's hunt.py.
+KNOWN = [{"pack": "pack20", "package": "megatron-core", "how": "is off", "options": {"gain": [8, 32, 128]}}]
 eager = definition
 # --- case ---
 LIMIT = 1e-4
