@@ -31,10 +31,11 @@ def runner(session: nox.Session, *arguments: str, extra: str = "") -> None:
     try:
         session.run("python", "-m", "common", *arguments, env={f"REPRODUCER_{name}": value for name, value in told.items()})
     except nox.command.CommandFailed as error:
-        # nox itself exits with 1 whatever failed; what cron and CI tell apart has to get through: a mistake, a change.
-        if getattr(error, "return_code", None) in (2, 3) or str(error).endswith(("code 2", "code 3")):
+        # nox itself exits with 1 whatever failed; what cron and CI distinguish has to get through: a usage error, a change, a find of --audit.
+        code = int(found[0]) if (found := re.search(r"\d+$", str(error))) else 1
+        if code in (2, 3, 10):
             session.warn(f"Session {session.name} failed: {error}")
-            raise SystemExit(getattr(error, "return_code", None) or int(str(error)[-1])) from None
+            raise SystemExit(code) from None
         raise
 
 

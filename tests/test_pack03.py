@@ -27,6 +27,34 @@ def bytes_of(x):
 def shape(x):
     return x.shape
 
+def dtype(x):
+    return x.dtype is torch.bfloat16
+
+def detached(x):
+    return x.detach()
+
+def ends(x):
+    import os
+    os._exit(0)
+
+def forks(x):
+    import os
+    if (pid := os.fork()) == 0:
+        os.kill(os.getpid(), 9)
+    os.waitpid(pid, 0)
+    return x.detach()
+
+def handle(x):
+    x.detach()
+    return lambda: x.data_ptr()
+
+def extension(x):
+    import transformer_engine_torch
+    return transformer_engine_torch.dequantize(x, 1)
+
+def metadata(x):
+    return x.get_metadata()["data"].data_ptr()
+
 def leaves(x):
     raise SystemExit(0)
 
@@ -54,7 +82,14 @@ def release():
         ("pointer", 10, ["address taken", "mine.py:7 return x.contiguous().data_ptr()"]),
         ("exported", 10, ["address taken", "mine.py:10"]),
         ("bytes_of", 1, ["FP8 bytes are read", "dequantized 0 ×, address taken 0 ×"]),
-        ("shape", 0, ["dequantized 0 ×, address taken 0 ×"]),
+        ("shape", 1, ["only asked for their shape"]),
+        ("dtype", 1, ["only asked for their shape"]),
+        ("detached", 0, ["dequantized 0 ×, address taken 0 ×"]),
+        ("ends", 1, ["raised SystemExit: os._exit(0)"]),
+        ("forks", 1, ["it forked"]),
+        ("handle", 1, ["what it returned runs later"]),
+        ("extension", 10, ["dequantized    1 ×"]),
+        ("metadata", 1, ["FP8 bytes are read"]),
         ("raises", 1, ["raised ValueError: not that shape"]),
         ("leaves", 1, ["raised SystemExit"]),
         ("later", 1, ["what it returned runs later"]),

@@ -206,7 +206,7 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     )
     parts += report.claims(rows)
     parts += report.marks(rows)
-    if plan.checkout and rows:
+    if plan.checkout and rows and rows[0].verdict.outcome != "MEASURED":
         parts.append(report.of_checkout(rows[0], pack.deep_check(variant) is not None))
     parts += (
         [] if plan.checkout or options.propose else surprising or ([report.ending(rows, len(missing))] if not failures else [])

@@ -3,8 +3,9 @@
     nox -s pack03 -- --audit mymodule:attention --shapes 128x64
 
 gives it a Float8Tensor for each argument that it requires. Exits with 10 if something was found, 0 if all tensors were used and nothing was found, 1 where
-that cannot be said (it raised or ended the process, left a tensor alone, returned what is run later, or read FP8 bytes without their scale), 2 for a target that
-cannot be called so. Calls of compiled code, as TileLang's kernels are, are not seen: an exit with 0 says nothing of them.
+that cannot be said (it raised, forked or ended the process, left a tensor alone or only asked for its shape or dtype, returned what is run later, or read FP8 bytes
+without their scale), 2 for a target that cannot be called so. Calls of compiled code, as TileLang's kernels are, and the backward are not seen: an exit with 0 says
+nothing of them.
 """
 
 import importlib
@@ -36,8 +37,33 @@ AWAY = (
     __file__,
     repro.__file__,
 )
+#: What says nothing of the numbers in a tensor, and what hands out their bytes.
+ASKED = {
+    "dtype",
+    "shape",
+    "size",
+    "device",
+    "ndim",
+    "dim",
+    "numel",
+    "layout",
+    "requires_grad",
+    "is_cuda",
+    "is_leaf",
+    "__class__",
+}
+BYTES = {
+    "_data",
+    "_transpose",
+    "_rowwise_data",
+    "_columnwise_data",
+    "_scale_inv",
+    "__dict__",
+    "get_metadata",
+    "prepare_for_saving",
+}
 found = {"dequantized": [], "address taken": []}
-touched, notes, depth, raw = set(), [], [], []
+touched, notes, depth, raw, forks = set(), [], [], [], []
 
 
 def caller():
@@ -81,6 +107,7 @@ def watched():
         watch(torch.Tensor, name, "address taken") if callable(getattr(torch.Tensor, name, None)) else None
     if "untyped_storage" in vars(repro.QuantizedTensor):
         watch(repro.QuantizedTensor, "untyped_storage", "address taken")
+    watch(sys.modules.get("transformer_engine_torch"), "dequantize", "dequantized")
     watch(torch.utils.dlpack, "to_dlpack", "address taken")
     watch(torch, "to_dlpack", "address taken")
     watch(torch._C, "_to_dlpack", "address taken")
@@ -95,9 +122,16 @@ def watched():
 
     def noting(tensor, name):
         if not depth and (place := caller()):
-            touched.add(id(tensor))
             asks = sys._getframe(1).f_code.co_filename
-            if name == "_data" and not any(part in asks for part in AWAY):
+            own = not any(part in asks for part in AWAY)
+            if own and name in ASKED:  # what that takes in its turn is no use of the tensor either
+                depth.append(1)
+                try:
+                    return reading(tensor, name)
+                finally:
+                    depth.pop()
+            touched.add(id(tensor))
+            if own and name in BYTES:
                 raw.append(place)
         return reading(tensor, name)
 
@@ -111,10 +145,18 @@ def watched():
 
     torch.compile = compiled
 
+    def ended(code=0):
+        raise SystemExit(f"os._exit({code})")
+
+    os._exit = ended
+    os.register_at_fork(before=lambda: forks.append(caller()))
+
 
 def target(name):
     """The function that is named, and its required arguments."""
     module, _, attribute = name.rpartition(":")
+    if not module:
+        parser.error(f"--audit {name}: give MODULE:FUNCTION")
     sys.path.insert(0, str(Path.cwd()))
     try:
         function = importlib.import_module(module.removesuffix(".py").replace("/", "."))
@@ -168,11 +210,10 @@ def main(options):
         told = f"returned {type(result).__name__}" + (
             f" {str(result.dtype).removeprefix('torch.')}" if isinstance(result, torch.Tensor) else ""
         )
-        if inspect.isgenerator(result) or inspect.iscoroutine(result) or inspect.isasyncgen(result):
+        later = inspect.isgenerator(result) or inspect.iscoroutine(result) or inspect.isasyncgen(result)
+        if later or callable(result) or hasattr(result, "add_done_callback"):
             raised = result
             notes.append("what it returned runs later, and was not run: give a function that runs it")
-        if getattr(result, "requires_grad", False):
-            notes.append("its backward was not run")
     except BaseException as error:  # it may be what FP8 does to the function, or its end
         raised, told = error, f"raised {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     print(f"{options.audit} {told}")
@@ -183,14 +224,18 @@ def main(options):
     total = ", ".join(f"{what} {len(places)} ×" for what, places in found.items())
     print(f"{len(tensors)} FP8 tensor(s), {options.shapes}: {total}")
     if left:
-        notes.append(f"{left} of {len(tensors)} tensors were not looked at by any Python code: nothing can be said of them")
+        notes.append(
+            f"{left} of {len(tensors)} tensors were not looked at by any Python code, or only asked for their shape, dtype or device"
+        )
+    if forks:
+        notes.append("it forked: what the other process does is not seen")
     for place in dict.fromkeys(raw):
         notes.append(f"FP8 bytes are read, which are nothing without their scale: {place}")
     for note in dict.fromkeys(
-        [*notes, "compiled code that is handed a tensor is not seen, but where it asks through the calls above"]
+        [*notes, "its backward, and compiled code that is handed a tensor, are not seen, but where they make the calls above"]
     ):
         print(f"note: {note}")
-    sys.exit(10 if any(found.values()) else 1 if raised is not None or left or raw else 0)
+    sys.exit(10 if any(found.values()) else 1 if raised is not None or left or raw or forks else 0)
 
 
 if __name__ == "__main__":

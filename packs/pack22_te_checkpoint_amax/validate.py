@@ -118,6 +118,33 @@ def defined(plain):
             check("trigger", f"the scale of the {name} is that of the largest of {LENGTH} steps", True)
 
 
+def followed():
+    """Scales of an input and of its weight, both of which change: each that of the largest of its own last steps."""
+    parts, seen, wrong = repro.blocks(1), ([], []), None
+    torch.manual_seed(1)
+    for i in range(STEPS):
+        x, gradient = data("fwd" if i % EVERY == 0 else None)
+        with torch.no_grad():
+            parts[0].weight.mul_({3: 8, 4: 1 / 8}.get(i % EVERY, 1))
+        repro.step(parts, recipe(repro.largest), x, gradient)
+        for tensor, amaxes in zip((x, parts[0].weight), seen, strict=True):
+            amaxes.append(tensor.float().abs().max().item())
+        want = torch.tensor([448 / max(amaxes[-LENGTH:]) for amaxes in seen])
+        if wrong is None and not torch.allclose(parts[0].fp8_meta["scaling_fwd"].scale[:2].cpu(), want, rtol=1e-6):
+            wrong = i
+    until = "" if wrong is None else f" until step {wrong}"
+    check("trigger", f"scales of input and weight are those of the largest of {LENGTH} steps{until}", wrong is None)
+
+
+def recomputed(how, runs):
+    """With a function, too, a checkpointed block runs as often as it has to in each step: ``runs``."""
+    parts, ran = repro.blocks(1), []
+    parts[0].register_forward_pre_hook(lambda *_: ran.append(torch.is_grad_enabled()))
+    for _ in range(2):
+        repro.step(parts, recipe(repro.largest), *data(), (0,), how)
+    check("trigger", f"{how}, function: the block runs {len(ran)} times in two steps, of {2 * len(runs)}", ran == 2 * runs)
+
+
 @contextlib.contextmanager
 def replaced(owner, name, value):
     before = owner.__dict__[name]
@@ -164,6 +191,9 @@ def main():
     alike = all(all(map(equal, a, b)) for a, b in zip(plain, again, strict=True))
     check("control", "without checkpoints, twice: bitwise the same", alike)
     defined(plain)
+    followed()
+    for how, runs in (("reentrant", [False, True]), ("not reentrant", [True, True]), ("nested", [False, False, True])):
+        recomputed(how, runs)
     by_default()
     for which in ((0,), (1,), (3,), (0, 2), every):
         same(f"blocks {which}, reentrant", one, function, checkpointed=which)
@@ -175,7 +205,9 @@ def main():
         same(f"two microbatches, {how}", one, function, checkpointed=every, how=how, microbatches=2)
         same(f"an error in a checkpoint between steps, {how}", one, function, checkpointed=(1, 2), how=how, between=failure)
         same(f"an evaluation between steps, {how}", one, function, checkpointed=(1, 2), how=how, between=evaluation)
-    same("a checkpoint within one, with layers before and after", one, function, checkpointed=every, how="within")
+    for count in (1, 2):
+        name = f"a checkpoint within one, with layers before and after, {count} microbatches"
+        same(name, one, function, checkpointed=every, how="within", microbatches=count)
     for name, fp8 in (
         ("the newest amax", recipe(newest)),
         ("a scale of a function", recipes.DelayedScaling(amax_history_len=LENGTH, scaling_factor_compute_algo=doubled)),

@@ -37,14 +37,14 @@ def release():
     except PackageNotFoundError:  # the sdist as it was unpacked
         about = Path(package.origin).parents[1].joinpath("PKG-INFO").read_text()
         version = re.search(r"^Version: (.+)$", about, re.MULTILINE)[1]
-    FACTS.update(version=version, evidence="codegen")
+    FACTS["version"] = version
     found = [Path(place, "cu13/bin/nvcc") for place in importlib.util.find_spec("nvidia").submodule_search_locations]
     nvcc = next((path for path in found if path.exists()), None)
     if nvcc is None:
         print("There is no nvcc: pip install nvidia-cuda-nvcc==13.0.88")
         finish("UNTESTABLE", "install")
     compiler = importlib.import_module("deep_gemm.jit.compiler")
-    FACTS["file"] = compiler.__file__
+    FACTS.update(file=compiler.__file__, evidence="codegen")
     return compiler, nvcc
 
 

@@ -1,4 +1,5 @@
-"""The deep check of pack25's fix: compilations that fail, ranks that are killed or come late, two kernels at once, more ranks, no locks, a cache that is read-only.
+"""The deep check of pack25's fix: compilations that fail, ranks that are killed or come late, two kernels at once, more ranks, no locks, a cache that is read-only or
+at its default place, one compilation that takes half a minute.
 
 Runs after repro.py on the patched side.
 """
@@ -148,6 +149,30 @@ def read_only(folder):
     check("trigger", f"a warm cache, read-only: {count} calls, 0 needed", count == 0 and not failed)
 
 
+def at_home(folder):
+    """Without DG_CACHE_DIR the cache is below the home folder."""
+
+    def goes(build):
+        def built(kernel):
+            os.environ.pop("DG_CACHE_DIR", None)
+            os.environ["HOME"] = f"{folder}/home"
+            build(kernel)
+
+        return built
+
+    with building(goes):
+        count, failed = repro.compiles(folder, [f"{folder}/cache"] * RANKS)
+    name = f"no DG_CACHE_DIR: {count} calls, {repro.KERNELS} needed{'; ' + failed[0] if failed else ''}"
+    check("trigger", name, (count, failed) == (repro.KERNELS, []))
+
+
+def slow(folder):
+    """A compilation that takes half a minute: the others wait for it."""
+    nvcc(folder, "sleep 30")
+    count, failed = repro.compiles(folder, [f"{folder}/cache"] * RANKS, 1)
+    check("trigger", f"a compilation of half a minute: {count} calls, 1 needed", (count, failed) == (1, []))
+
+
 def locked(root):
     """Make ``root`` read-only for this process: by a mount of its own, for root, whom modes do not stop; else by its modes."""
     if os.geteuid():
@@ -167,7 +192,7 @@ def main():
         count, failed = repro.compiles(folder, [f"{folder}/cache"] * RANKS)
         check("control", f"{RANKS} ranks have their kernels", not failed)
         check("trigger", f"{RANKS} ranks: {count} calls, {repro.KERNELS} needed", count == repro.KERNELS)
-    for case in (failing, kept, killed, late, at_once, no_locks, read_only):
+    for case in (failing, kept, killed, late, at_once, no_locks, read_only, at_home, slow):
         with tempfile.TemporaryDirectory() as folder:
             repro.noting(folder)
             case(folder)

@@ -90,9 +90,9 @@ def scan(function, given, segment, kept):
         out, *states = function(
             **part, **more, Input_States=states and tuple(states), chunk_size=SHAPE[3], return_final_states=True
         )
-        states[1] = kept(states[1].float())
+        dtype, states[1] = states[1].dtype, kept(states[1].float())
         outs.append(out[0].float())
-    return torch.cat(outs)
+    return torch.cat(outs), states[1], dtype
 
 
 def errors(got, want):
@@ -107,11 +107,18 @@ def main(options):
     function, given = release(), inputs(options.length)
     cast = scaled(torch.float8_e4m3fn)
     operands = {**given, **{name: cast(given[name].float()).bfloat16() for name in "QKV"}}  # bf16 holds every e4m3
-    exact = scan(function, given, options.segment, KEPT["fp32"])
-    whole = errors(scan(function, given, options.length, KEPT["fp32"]), exact)
-    check("control", "a state that is kept in fp32: as in one call", error=max(map(max, whole)), limit=1e-2)
-    found = {name: errors(scan(function, given, options.segment, KEPT[name]), exact) for name in KEPT if name != "fp32"}
-    found["Q, K and V in e4m3"] = errors(scan(function, operands, options.length, KEPT["fp32"]), exact)
+    exact, state, dtype = scan(function, given, options.segment, KEPT["fp32"])
+    check("control", "the release's state is in fp32", dtype is torch.float32)
+    whole = errors(scan(function, given, options.length, KEPT["fp32"])[0], exact)
+    check("control", "a state that is kept in fp32: as in one call", error=max(map(max, whole)), limit=1e-5)
+    once = {name: ((kept(state) - state).norm() / state.norm()).item() for name, kept in KEPT.items()}
+    for name, least, most in (("bf16", 2**-11, 2**-8), ("e4m3", 2**-7, 2**-4), ("e5m2", 2**-6, 2**-3)):
+        check("control", f"{name}: one cast of the state is off by {100 * once[name]:.2g} %", least < once[name] < most)
+    found = {name: errors(scan(function, given, options.segment, KEPT[name])[0], exact) for name in KEPT if name != "fp32"}
+    found["Q, K and V in e4m3"] = errors(scan(function, operands, options.length, KEPT["fp32"])[0], exact)
+    for name, times, than in (("e4m3", 8, "bf16"), ("e5m2", 1.5, "e4m3"), ("Q, K and V in e4m3", 8, "bf16")):
+        seen = all(a[0] > times * b[0] for a, b in zip(found[name], found[than], strict=True))
+        check("control", f"{name} costs more than {times} times what {than} costs", seen)
     for name, heads in found.items():
         for rate, (overall, *eighths) in zip(RATES, heads, strict=True):
             FACTS["metrics"].setdefault(f"forgets {rate:g} a token", {})[name] = {"all": overall, "by eighth": eighths}

@@ -81,6 +81,9 @@ def main():
             }
             print(f"{name:<20} {where:<9} x {ratio:<6}", *(f"{each:.5f}" for each in off), flush=True)
             check("control", f"{name}, outliers in {where} x {ratio}: finite", all(map(torch.isfinite, map(torch.tensor, off))))
+            if where == "nowhere":  # what rounding to 8 and to 4 bits makes
+                least, most = (0.002, 0.004) if name == "bf16" else (0.03, 0.05)
+                check("control", f"{name}: the output is off by {100 * off[0]:.2g} %", least < off[0] < most)
     finish("MEASURED")
 
 
