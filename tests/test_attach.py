@@ -228,7 +228,7 @@ def test_errors_are_spoken_of_only_where_some_were_measured(tmp_path, store):
     store(tmp_path)
     text = attach.write(PACK, tmp_path)[0].read_text()
     assert "| bug error | limit | error with the fix |" in text
-    assert "Errors are relative." in text
+    assert "Errors are relative, unless the text gives a unit." in text
     checks = [{"role": c["role"], "name": c["name"], "holds": c["role"] != "trigger"} for c in FACTS["comparisons"]]
     exact = {**FACTS, "comparisons": checks}
     store(tmp_path, log=make_log(exact))

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import statistics
 
 import pytest
 from helpers import ROOT
@@ -75,26 +74,44 @@ def test_every_number_is_in_a_receipt(name):
     assert [(n, unit) for n, unit in told(text) if n not in GIVEN.get(name, {}) and not is_backed(n, unit, known)] == []
 
 
-def test_the_table_of_pack28_is_the_mean_of_its_releases():
-    """One row for each part of the model: the mean of all releases, and the least and the largest of their means."""
-    pack, off, plain, single = find("pack28"), {}, [], []
-    for path in sorted((RESULTS / "linux-x86_64-cpu" / pack.name).glob("*.unpatched.json")):
-        log = path.parent / json.loads(path.read_text())["predicate"]["reproducer"]["log"]["name"]
-        metrics = next(json.loads(line) for line in log.read_text().splitlines() if line.startswith('{"report"'))["metrics"]
-        plain += metrics.pop("fp32", [])
-        for part, measured in metrics.items():
-            runs = measured["loss more than fp32, by seed"]
-            off.setdefault(part, []).append(statistics.mean(runs))
-            single += runs if part == "scan" else []
+def metrics(name, file):
+    """What the script of one recorded run measured."""
+    path = RESULTS / "linux-x86_64-cpu" / name / file
+    return json.loads(path.read_text())["predicate"]["reproducer"]["metrics"]
+
+
+def test_the_table_of_pack28_is_of_its_pinned_release():
+    """One row for each part of the model: the mean of the seeds and its standard error; and the outliers, of the variant."""
+    pack = find("pack28")
+    told = metrics(pack.name, f"torchao-{pack.pinned[0]}.unpatched.json")
+    plain = told.pop("fp32")
     readme = (pack.folder / "README.md").read_text().replace("−", "-")
-    written = re.findall(r"^\| (\w+)(?: parts)? \| (-?[\d.]+) \| (-?[\d.]+) – (-?[\d.]+) \|$", readme, re.MULTILINE)
-    assert {part: tuple(map(float, row)) for part, *row in written} == {
-        part: tuple(round(each, 4) + 0.0 for each in (statistics.mean(means), min(means), max(means)))
-        for part, means in off.items()
+    written = re.findall(r"^\| ([\w, ]+?) \| (-?[\d.]+) ± ([\d.]+) \|$", readme, re.MULTILINE)
+    names = {"all parts": "all", "scan, its linear layers": "scan", "scan, its state and input": "state"}
+    assert {names.get(part, part): (float(mean), float(error)) for part, mean, error in written} == {
+        part: (round(each["mean"], 4) + 0.0, round(each["standard error"], 4)) for part, each in told.items()
     }
-    assert f"{len(off['all'])} releases" in readme
-    assert f"between {min(single)} and {max(single)}" in readme
     assert f"{min(plain):.1f} – {max(plain):.1f} in fp32" in readme
+    scales = metrics(pack.name, f"torchao-{pack.pinned[0]}.unpatched.scales.json")
+    for name, *row in re.findall(r"^\| ([\w ×]+?) \| (0\.\d+) \| (0\.\d+) \| (0\.\d+) \|$", readme, re.MULTILINE):
+        name = "blocks" if name.startswith("blocks") else name
+        places = "nowhere x 1", "tokens x 10000", "channels x 10000"
+        assert [float(cell) for cell in row] == [
+            round(scales[f"{name}, outliers in {where}"]["output"], 4) for where in places
+        ], name
+
+
+def test_the_table_of_pack27_is_of_its_pinned_release():
+    pack = find("pack27")
+    told = metrics(pack.name, f"mamba-ssm-{pack.pinned[0]}.unpatched.json")
+    readme = (pack.folder / "README.md").read_text()
+    names = {"state in bf16": "bf16", "state in e4m3": "e4m3", "state in e5m2": "e5m2", "state thrown away": "thrown away"}
+    rows = re.findall(r"^\| ([\w, ]+?) \| ([\d.]+) % \| ([\d.]+) % \| ([\d.]+) % \| ([\d.]+) % \|$", readme, re.MULTILINE)
+    assert len(rows) == 5
+    for name, *row in rows:
+        found = [told[f"forgets {rate} a token"][names.get(name, name)] for rate in ("0.1", "0.01", "0.001")]
+        for cell, value in zip(row, [*(each["all"] for each in found), found[-1]["by eighth"][-1]], strict=True):
+            assert is_backed(cell, "%", {value}), (name, cell, value)
 
 
 def test_a_number_that_no_run_gave_is_found():
