@@ -95,6 +95,8 @@ class _Worker:
         except queue.Empty:
             line = None
         if line is None:
+            self.process.kill()
+            self.listeners[1].join()  # until all that it said is read
             raise UserError(f"The release cannot be hunted: {self.said[-1] if self.said else 'its worker says nothing'}")
         told: dict[str, Any] = json.loads(line)
         return told
