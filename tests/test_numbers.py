@@ -16,7 +16,7 @@ RESULTS = ROOT / "results"
 GIVEN = {
     "pack09": {"1.12": "202.1 ms beside 180.1 ms", "1.29": "15.2 ms beside 11.8 ms", "4.7e-2": "the article's"},
     "pack19": {"4e36": "printed by a recorded run as the loss of a label of V in the last row"},
-    "pack27": {"2.7": "0.072 beside 0.0265"},
+    "pack27": {"2.7": "0.072 beside 0.0265", "1e-5": "the limit of a control", "8": "the factor of a control"},
     "pack26": {"1.7e-4": "1 - the probability of the label, by the script's logits"},
 }
 NUMBER = re.compile(r"(?<![\w.#/-])(\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?)\s*(%|times|MiB|GiB|ms\b|×)?")
