@@ -161,7 +161,8 @@ def surprises(rows: Sequence[Row]) -> Iterator[Text]:
             if row.verdict.reason.endswith(("timeout", "oom")):
                 text += ". Is the machine busy? Run it once more by itself, with --jobs 1"
             if row.ran and row.message and row.message not in text:
-                text += f" ({row.message.rstrip('.')})"
+                hint = ": check() takes a number as its error" if "must be real number, not str" in row.message else ""
+                text += f" ({row.message.rstrip('.')}{hint})"
             if row.ran and row.receipt:
                 text += f". Log: {where(next(row.receipt.parent.glob(f'{row.cell.stem}.*.log'), row.receipt))}"
             yield Text(plain(f"✗ {text}.", None), "red")
