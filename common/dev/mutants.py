@@ -28,6 +28,7 @@ from common.packs.pack import Pack, load
 from common.run import plan as plans
 from common.run import runner
 from common.run.plan import Plan, Row
+from common.store.grade import NOT_RIGHT
 from common.transforms import Fix, Transform, load_fix
 
 #: What a poison does to an output: nothing (which must stay green), and what must turn the patched side red.
@@ -266,9 +267,9 @@ def _run(plan: Plan, release: Release, unpatched: Row, mutant: Mutant, stop: thr
     shutil.rmtree(place, ignore_errors=True)
     row = rows[0] if mutant.side == "unpatched" else rows[1]
     saw = re.sub(r"\s+", " ", str(row.verdict))
-    if row.verdict.outcome in NOTHING and not row.verdict.reason.endswith("margin") and mutant.side is not None:
-        saw = f"shows nothing, for it did not run to its end ({saw})"
     killed = row.as_expected if mutant.side is None else _noticed(row, mutant)
+    if row.verdict.outcome in NOTHING and not killed and mutant.side is not None:
+        saw = f"shows nothing, for it did not run to its end ({saw})"
     return Outcome(pack=plan.pack.name, kind=mutant.kind, name=mutant.name, killed=killed, saw=saw)
 
 
@@ -292,7 +293,7 @@ def _noticed(row: Row, mutant: Mutant) -> bool:
         raised is not None
         or verdict.reason.endswith("margin")  # a check failed, by less than ten times its limit
         or verdict.outcome in ("REPRODUCED", "CHANGED")
-        or (mutant.kind == "blunted" and verdict.outcome == "ABSENT")
+        or (mutant.kind == "blunted" and (verdict.outcome == "ABSENT" or verdict.reason.startswith(NOT_RIGHT)))
     )
 
 

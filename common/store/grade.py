@@ -25,6 +25,8 @@ from common.scrub import plain
 MARGIN = 10.0
 EXIT = {"REPRODUCED": 10, "ABSENT": 0, "CHANGED": 125, "UNTESTABLE": 125, "MEASURED": 0}
 ROLES = ("trigger", "control", "signature")
+#: Before the checks that failed beside a measurement.
+NOT_RIGHT = "it measured something that is not right: "
 #: What a script may claim beyond its verdict.
 CLAIMS = ("BITWISE_IDENTICAL", "MEMORY_SAVE_VERIFIED", "LEGALITY_PROVED")
 #: Weakest first; "device" is followed by ":sm_90" and the like.
@@ -246,7 +248,7 @@ def _measured(evidence: str, origin: str, facts: dict[str, Any]) -> Verdict:
     checks = _checks(facts)
     metrics = _metrics(facts)
     if failed := [c.name for c in checks if not c.ok]:
-        raise Disagreement(f"it measured something that is not right: {', '.join(failed)}")
+        raise Disagreement(f"{NOT_RIGHT}{', '.join(failed)}")
     if not _has_number(metrics):
         raise Disagreement("MEASURED without a number")
     passed = tuple(c.name for c in checks)
