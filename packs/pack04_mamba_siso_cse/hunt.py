@@ -37,7 +37,9 @@ TRAINED = {
     "the states": STATES,
 }
 # --- case ---
-LIMIT = 1e-4 if interpreted else 0.1  # bf16 on a GPU, fp32 in its place on the interpreter
+LIMIT = (
+    1e-3 if interpreted else 0.1
+)  # bf16 on a GPU, fp32 in its place on the interpreter, where sums over tokens round by 1e-4
 
 
 def rotated(x, angle):
