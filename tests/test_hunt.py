@@ -1,5 +1,6 @@
 """The hunt on a release that is a few lines: what it finds, what it takes for the same, and what it writes."""
 
+import subprocess
 import sys
 import textwrap
 import types
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.cli import main
-from common.packs.pack import find, load
+from common.packs.pack import all_packs, find, load
 from common.publish import found
 from common.run import hunt
 
@@ -172,6 +173,18 @@ def test_a_find_in_a_wheel_of_ones_own_does_not_accuse_the_release(tmp_path):
         assert "which is not the release of that version" in text, name
 
 
+@pytest.mark.parametrize("name", sorted(pack.name for pack in all_packs() if pack.hunt))
+def test_what_is_written_has_all_that_it_uses(name, tmp_path):
+    given = hunt.Find(plain={"a": 1}, differs={"a": 2}, how="the out is off", error=None, pack=None, sure=True)
+    script = found.write(given, find(name), find(name).pinned[0], 0, tmp_path, 90) / "repro.py"
+    done = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821,F822,F823", script],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -189,8 +202,6 @@ def test_mistakes_are_said_in_a_sentence(capsys, words, said):
 
 
 def test_each_hunt_says_what_it_varies_with_the_plainest_value_first():
-    from common.packs.pack import all_packs
-
     scripts = {(pack.folder / pack.hunt).resolve() for pack in all_packs() if pack.hunt}
     assert scripts
     for script in scripts:

@@ -105,6 +105,7 @@ def write(find: Find, pack: Pack, version: str, seed: int, folder: Path, number:
     dies = find.how.startswith(("dies", "hangs"))
     for module in ("threading", *["subprocess"] * (not dies)):  # what the other script needs alone
         adapter = adapter.replace(f"import {module}\n", "")
+    adapter = adapter.replace("handed(", "(")  # the contract's note of what was given, which the other script does not have
     case = (pack.folder / pack.hunt).read_text(encoding="utf-8").partition("# --- case ---\n")[2].strip()
     named = title(find)
     where = ""

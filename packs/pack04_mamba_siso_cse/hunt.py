@@ -3,7 +3,6 @@
 import math
 
 import torch
-import torch.nn.functional as F
 from repro import device, interpreted
 
 SPACE = {
@@ -27,6 +26,7 @@ SPACE = {
 }
 #: Finds that a pack shows already, as in pack32's hunt.py: none.
 KNOWN = []
+# --- case ---
 NAMES = ("Q", "K", "V", "ADT", "DT", "Trap", "Q_bias", "K_bias", "Angles", "D", "Z")
 STATES = ("angle state", "SSM state", "K state", "V state")
 TRAINED = {
@@ -36,7 +36,6 @@ TRAINED = {
     "ADT DT": ("ADT", "DT"),
     "the states": STATES,
 }
-# --- case ---
 LIMIT = (
     1e-3 if interpreted else 0.1
 )  # bf16 on a GPU, fp32 in its place on the interpreter, where sums over tokens round by 1e-4
@@ -45,7 +44,7 @@ LIMIT = (
 def rotated(x, angle):
     """x [B, H, N], of which the first pairs turn by angle [B, H, A], A <= N / 2."""
     x0, x1 = x.unflatten(-1, (-1, 2)).unbind(-1)
-    angle = F.pad(angle, (0, x0.shape[-1] - angle.shape[-1]))
+    angle = torch.nn.functional.pad(angle, (0, x0.shape[-1] - angle.shape[-1]))
     return torch.stack((x0 * angle.cos() - x1 * angle.sin(), x0 * angle.sin() + x1 * angle.cos()), -1).flatten(-2)
 
 
@@ -81,7 +80,7 @@ def eager(Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D=None, Z=None, *, Inp
         h = h + step * here * V[:, t, :, :, None] * new[..., None, :]
         k, v = new, V[:, t]
         out = (h * q[..., None, :]).sum(-1) + (0 if D is None else D[:, None] * v)
-        outs.append(out if Z is None else out * F.silu(Z[:, t]))
+        outs.append(out if Z is None else out * torch.nn.functional.silu(Z[:, t]))
     out = torch.stack(outs, 1)
     return (out, angle % (2 * math.pi), h, k, v) if options.get("return_final_states") else out
 
