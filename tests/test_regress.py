@@ -268,7 +268,7 @@ def test_a_call_that_was_stopped_goes_on_where_it_stopped(cli, cache, tmp_path, 
     assert done.returncode == 0, done.stdout + done.stderr
     assert "7 releases: 0 with fresh receipts" in done.stdout
     assert ("cleared away: pack00 reproducer-toy 7.0 unpatched" in done.stdout) == (how == signal.SIGKILL)
-    assert "Going on from a call that was stopped" in done.stdout
+    assert "Resuming a call that was stopped" in done.stdout
     assert done.stdout.splitlines()[-1].startswith(
         "broken     pack00 reproducer-toy 13.0 unpatched: BUG_ABSENT → UNTESTABLE: oom"
     )

@@ -77,7 +77,9 @@ def apply_patch(
         for change in changes:
             kind = _kind(change, prefix, shipped, overlay)
             if kind == "applied":
-                old, new = (overlay / (_place(name, prefix, shipped) or "") for name in (change.old, change.new))
+                places = [_place(name, prefix, shipped) if name else None for name in (change.old, change.new)]
+                # What leads outside is git's to refuse, and nobody's to write.
+                old, new = (overlay / p if p and ".." not in PurePosixPath(p).parts else overlay for p in places)
                 with _line_feeds(old, new):
                     _git_apply(patch, f"{package} {version}", change, prefix, overlay)
             name = change.new or change.old
