@@ -77,14 +77,12 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
         )
     for number, find in enumerate([find for find in new if find.differs] if not options.reference else (), 90):
         place = found.write(find, pack, release.version, options.seed, folder, number, plan.wheels.get(release.version))
-        verdict = (
-            ""
-            if told.stopped
-            else f" ({runner.run_release(plans.planned(load(place), '', lane, **given), release)[0].verdict})"
-        )
-        out.print(f"written: {place}{verdict}", markup=False, soft_wrap=True)
+        saw = "not run"
+        if not told.stopped:
+            saw = str(runner.run_release(plans.planned(load(place), "", lane, **given), release)[0].verdict)
+        out.print(f"written: {place} ({saw})", markup=False, soft_wrap=True)
     if told.stopped:
-        out.print("Stopped by Ctrl-C: the packs that were written were not run.", style="yellow")
+        out.print("Stopped by Ctrl-C.", style="yellow")
         return common.INTERRUPTED
     known = [find for find in told.finds if find.pack]
     out.print(
@@ -109,8 +107,10 @@ def _target(options: argparse.Namespace) -> tuple[Pack, str]:
     names = ", ".join(pack.name for pack in about)
     if options.pack:
         about = [pack for pack in about if pack.name == find_pack(options.pack).name]
-    if len(about) != 1:
-        raise UserError(f"Several packs have a hunt.py for {wanted.name}, or another is named: give --pack {names}.")
+    if not about:
+        raise UserError(f"{options.pack} has no hunt.py for {wanted.name}: give --pack {names}.")
+    if len(about) > 1:
+        raise UserError(f"Several packs have a hunt.py for {wanted.name}: give --pack {names}.")
     return about[0], str(wanted.specifier).removeprefix("==")
 
 
