@@ -1,0 +1,175 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["einops", "fla-core==0.6.0", "numpy>=1.26", "packaging", "torch==2.13.0", "triton==3.7.1"]
+# ///
+"""fla-core: a second backward through its fused losses gives gradients that are scaled twice.
+
+fused_linear_cross_entropy_loss and fused_kl_div_loss compute their gradients in the forward and keep them; the backward multiplies them by
+grad_output in place, in a Triton kernel that autograd does not see. Where the loss is scaled (weights of several losses, gradient accumulation, loss
+scaling) and the graph is used again, by retain_graph=True or torch.autograd.grad, the second result is off by that factor, in silence. The
+same fault in liger-kernel, from which the functions were taken over, is pack18. No report was found.
+A correct release gives the right gradient, or a RuntimeError as torch does where a saved tensor was changed.
+Runs on a GPU, or without one on Triton's interpreter. Exits with 10 (BUG_REPRODUCED), 0 (BUG_ABSENT) or 125 (neither).
+"""
+
+import argparse
+import contextlib
+import itertools
+import os
+from importlib.metadata import version
+
+import torch
+import torch.nn.functional as F
+
+LIMIT = 1e-4
+device = "cuda" if torch.cuda.is_available() else "cpu"
+os.environ["TRITON_INTERPRET"] = "0" if device == "cuda" else "1"
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--shape", default=(16, 32, 200), type=lambda text: tuple(map(int, text.split(","))), metavar="BT,H,V")
+
+
+def on_a_cpu():
+    """What releases before 0.6.0 ask for beyond Triton's interpreter."""
+    import triton.language as tl
+    from triton.runtime.autotuner import Autotuner
+
+    torch.cpu.device = lambda _: contextlib.nullcontext()  # a context that chooses a device
+    Autotuner.do_bench = property(lambda self: lambda *_, **__: [0.0] * 3)  # times of configurations: the first is taken
+    # tl's own functions under other names, where the interpreter does not find them
+    for module in [module for name, module in sys.modules.items() if name.startswith("fla.")]:
+        for name in ("exp", "exp2", "log", "log2"):
+            if getattr(module, name, None) is getattr(tl, name):
+                setattr(module, name, lambda x, name=name: getattr(tl, name)(x))
+
+
+def release():
+    """The two functions under test; what was run, and on what, goes into the report."""
+    import fla.modules  # noqa: F401
+
+    if device == "cpu":
+        on_a_cpu()
+    linear, kl = (sys.modules[f"fla.modules.{name}"] for name in ("fused_linear_cross_entropy", "fused_kl_div"))
+    FACTS.update(file=sys.modules[linear.fused_linear_cross_entropy_loss.__module__].__file__, version=version("fla-core"))
+    FACTS["evidence"] = "device:sm_{}{}".format(*torch.cuda.get_device_capability()) if device == "cuda" else "interpreter"
+    return linear.fused_linear_cross_entropy_loss, kl.fused_kl_div_loss
+
+
+def losses(y, teacher):
+    """Name -> the release's mean loss of x [BT, H] and w [V, H], and its definition. ``teacher`` is the KL divergence's own x and w."""
+    linear, kl = release()
+
+    def divergence(x, w):
+        student, other = (F.log_softmax(a @ b.t(), -1) for a, b in ((x, w), (t.to(x.dtype) for t in teacher)))
+        return F.kl_div(student, other, log_target=True, reduction="batchmean")
+
+    return {
+        "fused_linear_cross_entropy_loss": (lambda x, w: linear(x, y, w), lambda x, w: F.cross_entropy(x @ w.t(), y)),
+        "fused_kl_div_loss": (lambda x, w: kl(x, teacher[0], w, teacher[1]), divergence),
+    }
+
+
+def backwards(loss, tensors, scales, apart=False):
+    """dx and dw that one graph gives for the loss times each of ``scales``; ``apart`` asks for each by torch.autograd.grad. Or the error."""
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    out = loss(*leaves)
+    try:
+        if apart:
+            return [torch.autograd.grad(scales[0] * out, leaf, retain_graph=True)[0] for leaf in leaves]
+        for scale in scales:
+            (scale * out).backward(retain_graph=True)
+    except RuntimeError as raised:
+        return str(raised)
+    return [leaf.grad for leaf in leaves]
+
+
+def error(got, want):
+    """The largest relative L2 error ||got - want|| / ||want||."""
+    return max(((g.double() - r).norm() / r.norm()).item() for g, r in zip(got, want, strict=True))
+
+
+def main(options):
+    BT, H, V = options.shape
+    torch.manual_seed(0)
+    made = [
+        t.to(device) for t in (torch.randn(BT, H), torch.randn(V, H) / H**0.5, torch.randn(BT, H), torch.randn(V, H) / H**0.5)
+    ]
+    tensors, y = made[:2], torch.randint(0, V, (BT,)).to(device)
+    # The first three are right in every release: a scale of 1 is not multiplied by, and nothing follows the 0.5.
+    cases = [((0.5,), False), ((1, 1), False), ((1, 0.5), False), ((0.5, 0.5), False), ((0.5, 1), False), ((0.5,), True)]
+    for (name, (loss, definition)), (scales, apart) in itertools.product(losses(y, made[2:]).items(), cases):
+        want = backwards(definition, [t.double() for t in tensors], scales, apart)
+        got = backwards(loss, tensors, scales, apart)
+        said = f"{name}: " + (
+            "autograd.grad of half of it for x, then for w" if apart else f"backwards of the loss times {scales}"
+        )
+        role = "control" if not apart and 1 in (len(scales), scales[0]) else "trigger"
+        if isinstance(got, str):
+            check(role, f"{said}: {got}", role == "trigger" and "inplace operation" in got)
+            continue
+        check(role, said, error=error(got, want), limit=LIMIT)
+        if role == "trigger":
+            # The dx that was returned is the saved tensor itself, so that it changes, too.
+            factors = [0.5, 0.5] if apart else [(scales[0] + scales[0] * scales[1]) / sum(scales)] * 2
+            as_known = error(got, [f * t for f, t in zip(factors, want, strict=True)]) <= LIMIT
+            check("signature", f"{said}: what comes second is scaled by 0.5 once more", as_known)
+    finish()
+
+
+# --- report/1: the same in every script, kept so by `python -m common tables`; docs/scripts.md says what the words mean ---
+import json
+import math
+import os
+import sys
+import traceback
+
+CHECKS, FACTS = [], {"report": 1, "evidence": "none", "metrics": {}}
+
+
+def check(role, name, ok=None, *, error=None, limit=None):
+    """Record whether the release behaves as a correct one: ``ok``, or ``error <= limit``. What is no finite number has failed."""
+    row = {"role": role, "name": name}
+    if limit is not None:
+        error = float(error) if error is not None and math.isfinite(error) else None
+        row |= {"error": error, "limit": limit}
+        ok = error is not None and error <= limit
+    CHECKS.append({**row, "ok": bool(ok)})
+    shown = "" if limit is None else "  not finite" if error is None else f"  {error:.2e} (limit {limit:.0e})"
+    words = ("seen", "not seen") if role == "signature" else ("ok", "FAIL")
+    print(f"{role:<9} {words[not ok]:<8} {name}{shown}", flush=True)
+
+
+def finish(verdict=None, reason=""):
+    """Print the verdict that the checks give, or CHANGED, UNTESTABLE or MEASURED; exit with 10, 0 or 125."""
+    failed = {
+        role: [c["name"] for c in CHECKS if c["role"] == role and not c["ok"]] for role in ("control", "trigger", "signature")
+    }
+    if verdict is None:
+        if not {"control", "trigger"} <= {c["role"] for c in CHECKS}:
+            verdict, reason = "CHANGED", "nothing was checked"
+        elif bad := failed["control"] or (failed["trigger"] and failed["signature"]):
+            verdict, reason = "CHANGED", bad[0]
+        else:
+            verdict = "REPRODUCED" if failed["trigger"] else "ABSENT"
+    absent = "FIX_VALIDATED" if os.environ.get("REPRODUCER_SIDE") == "patched" else "BUG_ABSENT"
+    word = {"REPRODUCED": "BUG_REPRODUCED", "ABSENT": absent}.get(verdict, verdict)
+    facts = json.dumps({**FACTS, "checks": CHECKS, "verdict": verdict})
+    print(json.dumps(json.loads(facts, parse_constant=lambda _: None)))  # NaN is no JSON.
+    print(f"{word}: {reason}" if reason else word)
+    sys.exit({"REPRODUCED": 10, "ABSENT": 0, "MEASURED": 0}.get(verdict, 125))
+
+
+def unexpected(kind, error, trace):
+    traceback.print_exception(kind, error, trace)
+    if issubclass(kind, ImportError):
+        finish("UNTESTABLE", "import")
+    if kind.__name__ in ("MemoryError", "OutOfMemoryError"):
+        finish("UNTESTABLE", "oom")
+    if issubclass(kind, Exception):
+        finish("CHANGED", kind.__name__)
+
+
+sys.excepthook = unexpected
+# --- end of report/1 ---
+
+if __name__ == "__main__":
+    main(parser.parse_args())
