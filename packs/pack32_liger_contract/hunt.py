@@ -48,6 +48,24 @@ KNOWN = [
         "how": "the gradient of . is off",
         "options": {"backward": ["twice"], "gradient": None, "reduction": None},
     },
+    {
+        "pack": "pack38",
+        "package": "fla-core",
+        "how": "the gradient of . is off",
+        "options": {"backward": ["twice"], "gradient": None, "reduction": None, "trained": None},
+    },
+    {
+        "pack": "pack39",
+        "package": "cut-cross-entropy",
+        "how": "the gradient of x is off",
+        "options": {"V": [32000], "dtype": None},
+    },
+    {
+        "pack": "pack40",
+        "package": "cut-cross-entropy",
+        "how": "raises ZeroDivisionError",
+        "options": {"labels": ["all ignored"]},
+    },
     {"pack": "pack29", "package": "megatron-core", "how": "the gradient of . is off", "options": {"dtype": ["float32"]}},
     {
         "pack": "pack37",

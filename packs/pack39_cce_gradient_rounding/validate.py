@@ -70,7 +70,10 @@ def as_released():
 
 
 def kernels(dtype):
-    """The kernel itself: one block of columns is added once, so the gradients stay the release's, bit for bit; w's does anyway."""
+    """The kernel itself: one block of columns is added once, so the gradients stay the release's, bit for bit; w's does anyway.
+
+    On Triton's interpreter: on a GPU another kernel is compiled, whose products may round otherwise.
+    """
     from cut_cross_entropy import cce, cce_backward
 
     for size in ((13, 24, 32), (13, 160, 32), (13, 24, 700)):
@@ -91,7 +94,8 @@ def main():
     torch.manual_seed(1)
     for dtype in DTYPES:
         options(dtype)
-        kernels(dtype)
+        if device == "cpu":
+            kernels(dtype)
     finish()
 
 
