@@ -60,7 +60,7 @@ def error(got, want):
     """The largest relative L2 error ||got - want|| / ||want||; None where a gradient is missing."""
     if any(g is None for g in got):
         return None
-    return max(((g.double() - r).norm() / r.norm()).item() for g, r in zip(got, want, strict=True))
+    return torch.stack([(g.double() - r).norm() / r.norm() for g, r in zip(got, want, strict=True)]).max().item()  # or NaN
 
 
 def main(options):

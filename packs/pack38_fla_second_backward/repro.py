@@ -7,7 +7,7 @@
 fused_linear_cross_entropy_loss and fused_kl_div_loss compute their gradients in the forward and keep them; the backward multiplies them by
 grad_output in place, in a Triton kernel that autograd does not see. Where the loss is scaled (weights of several losses, gradient accumulation, loss
 scaling) and the graph is used again, by retain_graph=True or torch.autograd.grad, the second result is off by that factor, in silence. The
-same fault in liger-kernel, from which the functions were taken over, is pack18. No report was found.
+same fault in liger-kernel, which the first was adapted from, is pack18. No report was found.
 A correct release gives the right gradient, or a RuntimeError as torch does where a saved tensor was changed.
 Runs on a GPU, or without one on Triton's interpreter. Exits with 10 (BUG_REPRODUCED), 0 (BUG_ABSENT) or 125 (neither).
 """
@@ -84,7 +84,7 @@ def backwards(loss, tensors, scales, apart=False):
 
 def error(got, want):
     """The largest relative L2 error ||got - want|| / ||want||."""
-    return max(((g.double() - r).norm() / r.norm()).item() for g, r in zip(got, want, strict=True))
+    return torch.stack([(g.double() - r).norm() / r.norm() for g, r in zip(got, want, strict=True)]).max().item()  # or NaN
 
 
 def main(options):

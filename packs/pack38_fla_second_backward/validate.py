@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 SCALES = (0.5, 0.5), (0.5, 1.0), (1.0, 0.5), (0.0, 2.0), (-3.0, 0.5, 1.0), (1.0, 1.0)
 OPTIONS = {
+    "reduction": "sum",
     "label_smoothing": 0.1,
     "ignore_index": 7,
     "logit_scale": 0.5,
@@ -150,7 +151,7 @@ def main():
                         trained = "".join(itertools.compress("xwb", needs))
                         validate(f"{said} with bias, trained: {trained}", *calls({}, **of), (x, w, b), needs)
             for option, value in OPTIONS.items():
-                if option in takes:
+                if option in takes and not (option == "reduction" and name == "fused_kl_div_loss"):
                     validate(f"{said}, {option}", *calls({option: value}, **of), (x, w), (True, True))
     finish()
 

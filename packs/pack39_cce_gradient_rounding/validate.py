@@ -90,10 +90,32 @@ def kernels(dtype):
             check("control", f"{str(dtype)[6:]} {size}: the gradient of {name} is the release's, bit for bit", alike)
 
 
+def filtered(dtype):
+    """With the default filter, which leaves small gradients out: no worse than the release."""
+    from cut_cross_entropy import cce as module
+    from cut_cross_entropy import linear_cross_entropy
+
+    x, w = torch.randn(16, 24).to(device, dtype), (3 * torch.randn(2000, 24) / 24**0.5).to(device, dtype)
+    y = torch.randint(0, 2000, (16,)).to(device)
+    want = outcome(eager, x.double(), w.double(), y, "xw", torch.ones(16, device=device), reduction="sum")
+    fixed, far = module.cce_backward_kernel, []
+    for kernel in (fixed, as_released()):
+        module.cce_backward_kernel = kernel
+        got = outcome(linear_cross_entropy, x, w, y, "xw", torch.ones(16, device=device), reduction="sum")
+        far.append([error(got[name].double(), want[name]) for name in "xw"])
+    module.cce_backward_kernel = fixed
+    check(
+        "control",
+        f"{str(dtype)[6:]}: with the default filter no worse than the release",
+        all(f <= 1.05 * r for f, r in zip(*far, strict=True)),
+    )
+
+
 def main():
     torch.manual_seed(1)
     for dtype in DTYPES:
         options(dtype)
+        filtered(dtype)
         if device == "cpu":
             kernels(dtype)
     finish()

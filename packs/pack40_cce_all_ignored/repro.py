@@ -5,8 +5,8 @@
 """cut-cross-entropy: the backward of a mean over no tokens raises a ZeroDivisionError.
 
 Where each label of a batch is ignored, as in one that holds prompts alone, torch's mean is NaN and its gradients are 0; cut-cross-entropy's loss is NaN, too, and its
-backward divides 1 by the number of tokens that count, in Python. The sum takes such a batch. No report was found.
-Runs on a GPU, or without one on Triton's interpreter. Exits with 10 (BUG_REPRODUCED), 0 (BUG_ABSENT) or 125 (neither).
+backward divides 1 by the number of tokens that count, in Python. The sum takes such a batch. Reported as unslothai/unsloth#1417 and apple/ml-cross-entropy#49.
+Runs on a GPU; without one its lane runs it on Triton's interpreter. Exits with 10 (BUG_REPRODUCED), 0 (BUG_ABSENT) or 125 (neither).
 """
 
 import argparse
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 LIMIT = 2e-3  # relative, of fp16
 device = "cuda" if torch.cuda.is_available() else "cpu"
-os.environ["TRITON_INTERPRET"] = "0" if device == "cuda" else "1"
+interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # with libdevice's functions, which Triton's own interpreter lacks
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--shape", default=(16, 32, 70), type=lambda text: tuple(map(int, text.split(","))), metavar="BT,H,V")
 
@@ -49,6 +49,9 @@ def run(function, x, w, y, **given):
 
 
 def main(options):
+    if device == "cpu" and not interpreted:
+        print("This needs an NVIDIA GPU, and torch sees none; nox -s pack40 runs it without one, on Triton's interpreter.")
+        finish("UNTESTABLE", "no-device")
     BT, H, V = options.shape
     torch.manual_seed(0)
     x, w = torch.randn(BT, H).to(device, torch.float16), (torch.randn(V, H) / H**0.5).to(device, torch.float16)
@@ -67,8 +70,8 @@ def main(options):
             check(role, f"{said}: a loss of 0 or NaN", not torch.nan_to_num(got[0]).any().item())
             check(role, f"{said}: gradients of 0", not got[1].any().item() and not got[2].any().item())
         else:
-            far = max(((g - r).norm() / r.norm()).item() for g, r in zip(got, want, strict=True))
-            check(role, f"{said}: loss and gradients within {LIMIT}", far <= LIMIT)
+            far = [((g - r).norm() / r.norm()).item() for g, r in zip(got, want, strict=True)]
+            check(role, f"{said}: loss and gradients within {LIMIT}", all(each <= LIMIT for each in far))
     finish()
 
 
