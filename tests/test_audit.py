@@ -5,7 +5,10 @@ import json
 import pytest
 from helpers import ROOT
 
+from common.cli import run
 from common.errors import UserError
+from common.packs.pack import find
+from common.run.plan import planned
 from common.store import audit, receipt
 
 
@@ -174,3 +177,13 @@ def test_a_record_is_what_record_makes_whatever_the_folder_is_called(cli, tmp_pa
     ):
         done = cli("run", "pack29", *words, results=False)
         assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+
+
+def test_where_the_index_cannot_be_asked_record_says_what_to_do(monkeypatch, tmp_path):
+    def asked(*_, **__):
+        raise ModuleNotFoundError("No module named 'requests'", name="requests")
+
+    monkeypatch.setattr(run.releases, "releases", asked)
+    plan = planned(find("pack09"), "", "device", here=True, wheels={"0.8.2": tmp_path / "x.whl"})
+    with pytest.raises(UserError, match="requests is not installed here: leave --record out"):
+        run._of_the_index(plan)

@@ -265,9 +265,14 @@ def _of_the_index(plan: Plan) -> None:
         raise UserError("--record keeps what was seen of a release's own file: name it with --wheel, or leave --record out.")
     if not plan.wheels:
         return
-    known = {
-        r.version: (r.sha256, *r.others) for r in releases.releases(plan.pack.package, plan.cache, python=plan.pack.python)[0]
-    }
+    try:
+        listed = releases.releases(plan.pack.package, plan.cache, python=plan.pack.python)[0]
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"--record asks the index for the hashes of its files, for which {error.name} is not installed here: "
+            "leave --record out and say with --results where receipts go."
+        ) from error
+    known = {r.version: (r.sha256, *r.others) for r in listed}
     for version, wheel in plan.wheels.items():
         if hashlib.sha256(wheel.read_bytes()).hexdigest() not in known.get(version, ()):
             raise UserError(
