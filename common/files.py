@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -67,6 +67,21 @@ def locked(path: Path, *, wait: bool = True, shared: bool = False) -> Iterator[N
                 if STOPPED.wait(0.05):
                     raise Interrupted from None
         yield
+
+
+def fill_once(lock: Path, is_whole: Callable[[], bool], fill: Callable[[], None]) -> None:
+    """Call ``fill``, holding ``lock`` alone, unless ``is_whole``.
+
+    Who waits for the lock waits no longer than that: whoever uses what is whole holds it, too, and a hunt does so for hours.
+    """
+    while not is_whole():
+        try:
+            with locked(lock, wait=False):
+                if not is_whole():
+                    fill()
+        except BlockingIOError:
+            if STOPPED.wait(0.05):
+                raise Interrupted from None
 
 
 def like(pattern: str) -> Meta:

@@ -1,5 +1,6 @@
 """Which releases there are, with the network, without it, and with nonsense for an answer."""
 
+import hashlib
 import json
 import os
 import types
@@ -13,6 +14,7 @@ from common.errors import UserError
 from common.install import releases
 from common.install.releases import FRESH, Release, choose
 from common.packs.pack import find
+from common.store import audit
 
 KNOWN = [
     Release(version=v, file=f"toy-{v}.whl", sha256="0" * 64) for v in ("0.5.2", "0.5.9", "0.5.10", "0.6.5", "0.7.0", "0.8.2")
@@ -27,7 +29,7 @@ def index(monkeypatch):
         asked = 0
         error = None
 
-        def __call__(self, package, python):
+        def __call__(self, package, python, index):
             self.asked += 1
             if self.error:
                 raise UserError(self.error)
@@ -154,7 +156,7 @@ def test_a_yanked_release_is_run_and_said(index, tmp_path, monkeypatch):
     from dataclasses import replace
 
     known = [replace(r, yanked=r.version == "0.6.5") for r in KNOWN]
-    monkeypatch.setattr(releases, "_ask", lambda package, python: known)
+    monkeypatch.setattr(releases, "_ask", lambda package, python, index: known)
     chosen, warnings = choose(find("pack09"), "0.6.5,0.7.0", tmp_path)
     assert [r.version for r in chosen] == ["0.6.5", "0.7.0"]
     assert "Yanked" in warnings[0]
@@ -190,6 +192,39 @@ def test_wheels_for_another_python_are_taken_where_a_pack_asks_for_them(monkeypa
     assert not releases.fits(newer.filename)
     assert releases.fits(sdist.filename)
     assert releases.fits("toy-1.0-py3-none-any.whl")
+
+
+def test_a_pack_may_name_its_index_and_find_links_stand_in_for_one_that_is_silent(monkeypatch, tmp_path):
+    """As torch's, whose builds for CPUs PyPI has not: "2.13.0+cpu" there is release 2.13.0."""
+    pack = find("pack41")
+    asked = []
+
+    def page(client, package, timeout):
+        asked.append(client.endpoint.rstrip("/"))
+        wheel = file("torch-2.99.0+cpu-py3-none-any.whl", "wheel", "a")
+        return types.SimpleNamespace(packages=[types.SimpleNamespace(**{**vars(wheel), "version": "2.99.0+cpu"})])
+
+    monkeypatch.setattr("pypi_simple.PyPISimple.get_project_page", page)
+    (found,), warning = releases.of(pack, tmp_path / "answered")
+    assert (found.version, found.sha256, warning, asked) == ("2.99.0", "a", None, [pack.index])
+    assert audit.Published(tmp_path / "verify", {"torch": pack.index}).sha256("torch", "2.99.0") == ("a",)
+    assert asked == [pack.index] * 2
+
+    def silent(*_):
+        raise UserError("It did not answer.")
+
+    monkeypatch.setattr(releases, "_ask", silent)
+    monkeypatch.setattr(releases, "find_links", lambda: f"{tmp_path}/none,{tmp_path}")
+    (tmp_path / "torch-2.98.0+cpu-py3-none-any.whl").write_bytes(b"a wheel")
+    (tmp_path / "torch-2.97.0+cpu-cp39-cp39-win_arm64.whl").write_bytes(b"for another machine")
+    (tmp_path / "torchvision-1.0-py3-none-any.whl").write_bytes(b"of another package")
+    (found,), warning = releases.of(pack, tmp_path / "silent")
+    assert (found.version, found.sha256) == ("2.98.0", hashlib.sha256(b"a wheel").hexdigest())
+    assert warning == "It did not answer. Going by the wheels in find-links."
+    near = releases.fetch("torch", found.file, tmp_path / "env", sha256=found.sha256)
+    assert near == tmp_path / found.file, "it is not fetched"
+    with pytest.raises(UserError, match="did not answer"):
+        releases.releases("liger-kernel", tmp_path / "silent")
 
 
 @given(st.lists(st.from_regex(r"[0-9]\.[0-9](rc[0-9]|\.dev[0-9]|\.post[0-9])?", fullmatch=True), unique=True))

@@ -144,7 +144,7 @@ def marks(rows: Sequence[Row]) -> Iterator[Text]:
             continue
         count = {ok: sum(each["ok"] is ok for each in told.values()) for ok in (True, False, None)}
         yield Text(
-            f"{row.cell.version}: {count[True]} of {len(told)} rows as they should be, {count[None]} not taken, {count[False]} not:"
+            f"{row.cell.version}: {count[True]} of {len(told)} rows as they should be, {count[None]} not taken, {count[False]} not{':' * bool(count[False])}"
         )
         for name, each in told.items():
             if each["ok"] is False:

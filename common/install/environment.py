@@ -40,7 +40,7 @@ from packaging.utils import (
 )
 
 from common.errors import InfraError, UserError, writing
-from common.files import locked, write_atomically
+from common.files import fill_once, locked, write_atomically
 from common.install import integrity
 from common.install.integrity import distribution, record_sha256
 from common.install.machine import gpu
@@ -161,9 +161,8 @@ def here(package: str, cache_dir: Path, *, wheel: Path | None = None, release_pa
     if wheel is not None:
         sha256, version = read_wheel(wheel, package)
         place = site = cache_dir / "wheels" / f"{wheel.stem}-{sha256[:12]}"
-        if not site.is_dir():
-            with locked(place.with_name(f"{place.name}.lock")), writing(place):
-                _unpack(wheel, place)
+        with writing(place):
+            fill_once(place.with_name(f"{place.name}.lock"), place.is_dir, lambda: _unpack(wheel, place))
         if not wheel.name.endswith(".whl"):  # Its one folder holds the package and, in an egg-info, its metadata.
             site = next(folder for folder in site.iterdir() if folder.is_dir())
         return Environment(
@@ -206,7 +205,8 @@ class Wanted:
     With ``sha256`` the index's ``file`` must have just that hash; ``wheel`` installs a local file instead. ``build`` is for
     sdists: environment variables for the build, which then takes what it needs from the base layer (no build isolation). With
     ``python`` ("3.12") a wheel for that Python is installed, into this one. ``beside`` are installed after it, without their
-    dependencies, for ``beside_python`` likewise. ``as_files`` installs an sdist's Python files without building it.
+    dependencies, for ``beside_python`` likewise. ``as_files`` installs an sdist's Python files without building it. ``index`` is
+    where the file comes from, where that is not the index that uv is configured with.
     ``past_cache`` leaves uv's cache aside, which may hold a changed file of the release.
     """
 
@@ -221,6 +221,7 @@ class Wanted:
     python: str | None = None
     beside_python: str | None = None
     as_files: bool = False
+    index: str | None = None
     past_cache: bool = False
 
 
@@ -239,16 +240,17 @@ def made(wanted: Wanted, cache_dir: Path, *, stop: threading.Event | None = None
     if wanted.beside:
         place = place.with_name(f"{place.name}-{hashlib.sha256(' '.join(wanted.beside).encode()).hexdigest()[:6]}")
     lock = place.with_name(f"{place.name}.lock")
-    if not _ours(place):
-        with locked(lock):
-            if not _ours(place):
-                _venv(place)
-                (_site(place) / "_base.pth").write_text(f"{_site(under)}\n", encoding="utf-8")
-                _install(replace(wanted, version=version, file=file, sha256=sha256), place, stop)
-                told: dict[str, Any] = {"package": wanted.package, "version": version, "file": file, "sha256": sha256}
-                ours = [place / "pyvenv.cfg", *(_site(place) / name for name in integrity.OURS)]
-                told["ours"] = {path.relative_to(place).as_posix(): integrity.sha256(path) for path in ours}
-                write_atomically(place / STAMP, json.dumps(told))
+
+    def fill() -> None:
+        _venv(place)
+        (_site(place) / "_base.pth").write_text(f"{_site(under)}\n", encoding="utf-8")
+        _install(replace(wanted, version=version, file=file, sha256=sha256), place, stop)
+        told: dict[str, Any] = {"package": wanted.package, "version": version, "file": file, "sha256": sha256}
+        ours = [place / "pyvenv.cfg", *(_site(place) / name for name in integrity.OURS)]
+        told["ours"] = {path.relative_to(place).as_posix(): integrity.sha256(path) for path in ours}
+        write_atomically(place / STAMP, json.dumps(told))
+
+    fill_once(lock, lambda: bool(_ours(place)), fill)
     return Environment(
         python=_python(place),
         site=_site(place),
@@ -313,6 +315,10 @@ def _install(wanted: Wanted, place: Path, stop: threading.Event | None) -> None:
     wheel = wanted.wheel
     if wheel is None and wanted.as_files:
         wheel = _wheel_of_files(wanted, place)
+    elif wheel is None and wanted.index:
+        from common.install import releases  # which waits for the network
+
+        wheel = releases.fetch(wanted.package, wanted.file, place, sha256=wanted.sha256, index=wanted.index)
     tries = [_try(wanted, wheel, place, stop)]
     if tries[0] and wheel is not None:
         tries.append(_try(wanted, wheel, place, stop))
@@ -491,15 +497,18 @@ def _uv_settings() -> Mapping[str, str]:
     # Builds have another HOME.
     above = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     settings["UV_CACHE_DIR"] = os.environ.get("UV_CACHE_DIR") or str(Path(above) / "uv")
-    if links := os.environ.get("UV_FIND_LINKS") or _pip_find_links():
+    if links := find_links():
         settings["UV_FIND_LINKS"] = links
     elif "UV_TORCH_BACKEND" not in os.environ:
         settings["UV_TORCH_BACKEND"] = "auto" if gpu() else "cpu"
     return settings
 
 
-def _pip_find_links() -> str:
-    """What pip is configured to look through before the index, joined as uv wants it; empty without pip."""
+@cache
+def find_links() -> str:
+    """What uv, or else pip, is configured to look through before the index, joined as uv wants it; empty without either."""
+    if uvs := os.environ.get("UV_FIND_LINKS"):
+        return uvs
     links = os.environ.get("PIP_FIND_LINKS", "").split()
     bases = [str(Path(sys.base_prefix) / "bin" / "python3"), "python3"]
     for python in bases if not links else []:

@@ -1,7 +1,7 @@
 """Which releases an upstream package has, and the sha256 of each one's wheel (or sdist).
 
-Asked of the package index that pip and uv are configured with; the answer is kept, so that without a network the last one
-stands in, and says so.
+Asked of the package index that pip and uv are configured with, or of one that a pack names; the answer is kept, so that without
+a network the last one stands in, and says so.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from packaging.version import InvalidVersion, Version
 
 from common.errors import InfraError, UserError
 from common.files import write_atomically
+from common.install.environment import find_links
 from common.packs.pack import Pack
 
 if TYPE_CHECKING:
@@ -50,21 +51,25 @@ class Release:
 
 
 def releases(
-    package: str, cache: Path, *, python: str | None = None, now: float | None = None
+    package: str, cache: Path, *, python: str | None = None, index: str | None = None, now: float | None = None
 ) -> tuple[list[Release], str | None]:
     """All releases of ``package``, oldest first, and a sentence of warning where the answer is an old one.
 
-    Wheels for ``python`` ("3.12") are taken first. `UserError` when the index does not answer and has never been asked before.
+    Wheels for ``python`` ("3.12") are taken first. Where ``index`` does not answer and never did, the wheels in pip's find-links
+    stand in for it. `UserError` when there are none.
     """
-    path = cache / "index" / (f"{package}-{python}.json" if python else f"{package}.json")
+    host = index.partition("://")[2].partition("/")[0] if index else None
+    path = cache / "index" / f"{'-'.join(filter(None, (package, python, host)))}.json"
     now = time.time() if now is None else now
     known = _read(path)
     # A file from the future (a clock that was set back) is not fresh either.
     if known is not None and 0 <= now - path.stat().st_mtime < FRESH:
         return known, None
     try:
-        found = _ask(package, python)
+        found = _ask(package, python, index)
     except UserError as error:
+        if known is None and (there := _at_hand(package)):
+            return there, f"{error} Going by the wheels in find-links."
         if known is None:
             raise
         day = time.strftime("%Y-%m-%d", time.localtime(path.stat().st_mtime))
@@ -76,7 +81,7 @@ def releases(
 def of(pack: Pack, cache: Path) -> tuple[list[Release], str | None]:
     """All releases that a pack can be run on: the index's, or those that the pack builds itself."""
     if pack.wheels is None:
-        return releases(pack.package, cache, python=pack.python)
+        return releases(pack.package, cache, python=pack.python, index=pack.index)
     built = built_wheels(pack, cache)
     return [Release(version=v, file=built[v].name, sha256="") for v in sorted(built, key=Version)], None
 
@@ -151,21 +156,42 @@ def _read(path: Path) -> list[Release] | None:
         return None  # Nothing there, or not whole: the index is asked again.
 
 
-def _index() -> PyPISimple:
+def _at_hand(package: str) -> list[Release]:
+    """The releases of which a wheel for this machine lies in a folder of find-links."""
+    found = {}
+    for folder in find_links().split(","):
+        for path in sorted(Path(folder.removeprefix("file://")).glob(f"{package.replace('-', '_')}-*.whl")) if folder else ():
+            version = parse_wheel_filename(path.name)[1].public
+            if fits(path.name):
+                sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+                found[Version(version)] = Release(version=version, file=path.name, sha256=sha256)
+    return [found[version] for version in sorted(found)]
+
+
+def _index(own: str | None) -> PyPISimple:
     from pypi_simple import PyPISimple
 
+    if own:
+        return PyPISimple(endpoint=own)
     index = next((os.environ[n] for n in ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL") if os.environ.get(n)), None)
     return PyPISimple(endpoint=index) if index else PyPISimple()
 
 
-def fetch(package: str, filename: str, folder: Path, *, sha256: str) -> Path:
-    """A release's file from the index, its hash checked; `InfraError` where the index does not hand over just that file."""
+def fetch(package: str, filename: str, folder: Path, *, sha256: str, index: str | None = None) -> Path:
+    """A release's file from the index, its hash checked; `InfraError` where the index does not hand over just that file.
+
+    One that lies in a folder of find-links, with that hash, is not fetched.
+    """
+    for place in find_links().split(",") if sha256 else ():
+        near = Path(place.removeprefix("file://"), filename)
+        if place and near.is_file() and hashlib.sha256(near.read_bytes()).hexdigest() == sha256:
+            return near
     import requests
     from pypi_simple import DigestMismatchError, NoSuchProjectError
 
     path = folder / filename
     try:
-        with _index() as client:
+        with _index(index) as client:
             files = client.get_project_page(package, timeout=TIMEOUT).packages
             file = next((f for f in files if f.filename == filename), None)
             if file is None:
@@ -178,12 +204,12 @@ def fetch(package: str, filename: str, folder: Path, *, sha256: str) -> Path:
     return path
 
 
-def _ask(package: str, python: str | None) -> list[Release]:
+def _ask(package: str, python: str | None, index: str | None) -> list[Release]:
     import requests
     from pypi_simple import NoSuchProjectError
 
     try:
-        with _index() as client:
+        with _index(index) as client:
             page = client.get_project_page(package, timeout=TIMEOUT)
     except NoSuchProjectError as error:
         raise UserError(f"The package index has no project {package!r}.") from error
@@ -197,7 +223,7 @@ def _ask(package: str, python: str | None) -> list[Release]:
     for file in sorted(page.packages, key=lambda f: _rank(f.filename, f.package_type, python)):
         sha256 = file.digests.get("sha256")
         try:
-            version = Version(file.version or "")
+            version = Version(Version(file.version or "").public)  # torch's builds for CPUs are 2.13.0+cpu
         except InvalidVersion:
             continue
         if file.package_type not in ("wheel", "sdist") or not sha256:

@@ -115,6 +115,8 @@ class Pack:
     variants: Mapping[str, Variant]
     wheels: str | None
     nightly: str | None
+    #: The package index that has the releases, where it is not PyPI: PyTorch's, for builds of torch for CPUs.
+    index: str | None
     #: Requirements that go with a lane, or with some releases ('>=0.1.6'), each in place of the pack's of the same name.
     pins: Mapping[str, Sequence[str]]
     #: The Python that the upstream asks for, where its plain Python files run on an older one: older than that, this is said to uv.
@@ -348,6 +350,7 @@ class _Toml(Struct, forbid_unknown_fields=True, kw_only=True):
     variants: dict[Annotated[str, like("[a-z0-9.-]+")], Variant] = {}
     wheels: _File | None = None
     nightly: str | None = None
+    index: Annotated[str, like(r"https://\S+[^/\s]")] | None = None
     pins: dict[str, list[str]] = {}
     python: Annotated[str, like(r"3\.\d{1,3}")] | None = None
     beside: list[str] = []

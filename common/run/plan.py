@@ -100,10 +100,10 @@ def expected(plan: Plan, version: str, side: str) -> tuple[str, str]:
     own = plan.pack.variants.get(plan.variant)
     if own is not None and own.verdict is not None:
         expectation = replace(expectation, verdict=own.verdict, why=f"the variant {plan.variant} shows it")
+    if expectation.lane not in (None, plan.lane) and (own is None or own.verdict != "MEASURED"):
+        return "UNTESTABLE: no-device", f"only the lane {expectation.lane} can judge it"
     if "MEASURED" in (expectation.verdict, own and own.verdict):
         return _measured(plan, version, side)
-    if expectation.lane not in (None, plan.lane):
-        return "UNTESTABLE: no-device", f"only the lane {expectation.lane} can judge it"
     if side == "unpatched":
         return expectation.verdict, expectation.why
     if plan.patch is not None and expectation.outcome != "REPRODUCED":

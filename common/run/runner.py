@@ -474,6 +474,7 @@ def installed(
         python=None if wheel or fits(release.file) else pack.python,
         beside_python=None if pack.build else pack.python,  # what is built is built for this Python
         as_files=pack.as_files,
+        index=pack.index,
         past_cache=past_cache,
     )
     return environments.made(wanted, cache, stop=stop)
@@ -518,7 +519,7 @@ def _subject(plan: Plan, release: Release, cell: Cell, there: Environment | None
     else:
         digest = receipt.Digest(sha256=sha256)
     own = plan.pack.variants.get(plan.variant)
-    uri = f"pkg:pypi/{cell.dist}@{cell.version}"
+    uri = f"pkg:pypi/{cell.dist}@{cell.version}" + (f"?repository_url={plan.pack.index}" if plan.pack.index else "")
     if own is not None and own.source:
         uri = f"pkg:github/{plan.pack.upstream.lower()}@{own.source}"
     if plan.checkout:

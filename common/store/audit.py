@@ -56,7 +56,7 @@ def _follows(path: Path, document: Receipt, log: str) -> Iterator[str]:
         if facts.command and opening.get("arguments") != facts.command[-len(opening["arguments"]) or len(facts.command) :]:
             yield "its command does not end with the arguments that its log names"
     uri = document.subject[0].uri
-    if not uri.startswith("pkg:github/") and uri != f"pkg:pypi/{facts.dist}@{facts.version}":
+    if not uri.startswith("pkg:github/") and uri.partition("?repository_url=")[0] != f"pkg:pypi/{facts.dist}@{facts.version}":
         yield f"its subject is {plain(uri)}"
     if closing.get("cut", facts.log.cut) != facts.log.cut:
         yield f"its log is said to be cut by {facts.log.cut} bytes, and the log says {closing['cut']}"
@@ -97,15 +97,16 @@ def _other_runs(path: Path, document: Receipt) -> Iterator[str]:
 class Published:
     """The sha256 of each release's files on the index, asked once for each package; ``warnings`` say where it did not answer."""
 
-    def __init__(self, cache: Path) -> None:
+    def __init__(self, cache: Path, indexes: Mapping[str, str] | None = None) -> None:
         self.cache = cache
+        self.indexes = indexes or {}  # of packages that another index has than the one that uv is configured with
         self.warnings: list[str] = []
         self._known: dict[str, dict[str, tuple[str, ...]]] = {}
 
     def sha256(self, package: str, version: str) -> tuple[str, ...]:
         if package not in self._known:
             try:
-                known, warning = releases.releases(package, self.cache)
+                known, warning = releases.releases(package, self.cache, index=self.indexes.get(package))
             except UserError as error:
                 known, warning = [], f"{error} The hashes of {package} are not checked."
             self._known[package] = {release.version: (release.sha256, *release.others) for release in known}

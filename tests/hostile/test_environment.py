@@ -2,12 +2,14 @@
 
 import os
 import shutil
+import threading
 import zipfile
 from pathlib import Path
 
 import pytest
 
 from common.errors import UserError
+from common.files import fill_once, locked
 from common.install import integrity
 from common.run import runner
 
@@ -231,3 +233,20 @@ def test_two_copies_of_a_project_are_not_one(tmp_path):
 )
 def test_what_we_put_there_counts_as_well(wheels, index, run, plan, change):
     assert any("installed afresh" in note for note in notes_after(wheels, index, run, plan, change))
+
+
+def test_who_waits_for_an_environment_does_not_wait_for_those_who_use_it(tmp_path):
+    """A hunt holds a release's environment for hours; a run that was about to make the same one begins once it is there."""
+    lock, whole, filled = tmp_path / "env.lock", threading.Event(), []
+    with locked(lock):
+        waiting = threading.Thread(target=fill_once, args=(lock, whole.is_set, lambda: filled.append(1)))
+        waiting.start()
+        waiting.join(0.2)
+        assert waiting.is_alive(), "it is not whole, and another is at it"
+        whole.set()
+        waiting.join(5)
+        assert not waiting.is_alive()
+    assert filled == []
+    whole.clear()
+    fill_once(lock, whole.is_set, lambda: (filled.append(1), whole.set()))
+    assert filled == [1]
