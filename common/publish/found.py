@@ -111,7 +111,7 @@ def write(find: Find, pack: Pack, version: str, seed: int, folder: Path, number:
     where = ""
     if file is not None:  # of which the release of that number is not to be accused
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
-        where = f", in {file.name} of sha256 {digest[:16]}, which is not the release of that version: run that before you say anything of it"
+        where = f", in {file.name} of sha256 {digest[:16]}, which was not compared with the index: run the release itself before you say anything of it"
     text = _SCRIPT.format(
         dependencies=re.sub(rf"{re.escape(pack.package)}==[^\"]+", f"{pack.package}=={version}", header[1] if header else "[]"),
         package=pack.package,

@@ -148,12 +148,14 @@ def case(
         else {}
     )
     outs = {"out": (B, S, H, P), **{n: (sequences, H, *shape) for n, shape in shapes.items()}}
-    factors = {n: torch.randn(1).expand(shape) if gradient == "stride 0" else torch.randn(shape) for n, shape in outs.items()}
+    factors = {n: torch.randn((1,) * len(shape) if gradient == "stride 0" else shape) for n, shape in outs.items()}
     low = () if interpreted else ("Q", "K", "V", "Trap", "Angles", "Z")
     every = {n: t.to(device, torch.bfloat16 if n in low else torch.float32) for n, t in {**tensors, **states}.items()}
     every = {n: arranged(t, layout) for n, t in every.items()}
     tensors, states = {n: every[n] for n in tensors}, {n: every[n] for n in states}
-    factors = {n: t.to(device) for n, t in factors.items()}
+    # As the output's dtype has them: the gradient of D is a sum over all tokens that may cancel, and would show their rounding.
+    kinds = {n: torch.bfloat16 if n == "out" and low else torch.float32 for n in outs}
+    factors = {n: t.to(device, kinds[n]).expand(outs[n]) for n, t in factors.items()}
     before = {n: t.clone() for n, t in every.items()}
     wide = [{n: t.double() for n, t in part.items()} for part in (tensors, states)]
     want = run(eager, *wide, TRAINED[trained], factors, asked, "once", **options)

@@ -66,6 +66,18 @@ KNOWN = [
         "how": "raises ZeroDivisionError",
         "options": {"labels": ["all ignored"]},
     },
+    {  # the one label of the batch is the one to ignore
+        "pack": "pack40",
+        "package": "cut-cross-entropy",
+        "how": "raises ZeroDivisionError",
+        "options": {"ignore_index": [1], "BT": None, "V": None, "labels": None},
+    },
+    {
+        "pack": "pack43",
+        "package": "torch",
+        "how": "the gradient of . is not 0",
+        "options": {"labels": ["all ignored"], "trained": None},
+    },
     {"pack": "pack29", "package": "megatron-core", "how": "the gradient of . is off", "options": {"dtype": ["float32"]}},
     {
         "pack": "pack37",
