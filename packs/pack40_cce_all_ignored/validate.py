@@ -47,7 +47,7 @@ def main():
     for (BT, H, V), dims in (((13, 24, 33), 1), ((150, 24, 70), 1), ((12, 24, 33), 2)):
         x, w = torch.randn(BT, H).to(device, torch.float16), torch.randn(V, H).to(device, torch.float16)
         options = OPTIONS if BT == 13 else {"as they are": {}}
-        for (name, given), reduction, many in itertools.product(options.items(), ("mean", "sum", "none"), (0, 5)):
+        for (name, given), reduction, many in itertools.product(options.items(), ("mean", "sum", "none"), (0, 1, 5, BT)):
             y = torch.randint(8, V, (BT,), device=device)
             y[torch.randperm(BT, device=device)[many:]] = given.get("ignore_index", -100)
             rows, labels = (x.reshape(3, -1, H), y.reshape(3, -1)) if dims == 2 else (x, y)
