@@ -20,7 +20,6 @@ LATER = {
     "pack07": "does not say how mamba-ssm is built",
     "pack16": "does not say how mamba-ssm is built",
     "pack25": "the sdist of deep-gemm cannot be installed",
-    "pack37": "does not say that Triton's own interpreter lacks libdevice's functions",
 }
 LAST = re.compile(r"BUG_REPRODUCED|BUG_ABSENT|MEASURED|(?:CHANGED|UNTESTABLE): \S+.*")
 
