@@ -16,7 +16,7 @@ from common.store import audit, receipt
 def published(monkeypatch, tmp_path):
     """An index that publishes liger-kernel 0.7.0 with the hash that the fixture's receipts have."""
     release = audit.releases.Release(version="0.7.0", file="wheel", sha256="0" * 64)
-    monkeypatch.setattr(audit.releases, "releases", lambda package, cache: ([release], None))
+    monkeypatch.setattr(audit.releases, "releases", lambda package, cache, index=None: ([release], None))
     return audit.Published(tmp_path)
 
 
@@ -85,7 +85,7 @@ def test_copies_and_reviews_are_not_records(tmp_path, store):
 
 
 def test_no_index_is_a_warning(tmp_path, store, monkeypatch):
-    def refuse(package, cache):
+    def refuse(package, cache, index=None):
         raise UserError("The package index did not answer.")
 
     monkeypatch.setattr(audit.releases, "releases", refuse)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from common.errors import UserError
 from common.install import releases
 from common.install.releases import FRESH, Release, choose
-from common.packs.pack import find
+from common.packs.pack import all_packs, find
 from common.store import audit
 
 KNOWN = [
@@ -194,10 +194,25 @@ def test_wheels_for_another_python_are_taken_where_a_pack_asks_for_them(monkeypa
     assert releases.fits("toy-1.0-py3-none-any.whl")
 
 
-def test_a_pack_may_name_its_index_and_find_links_stand_in_for_one_that_is_silent(monkeypatch, tmp_path):
+@pytest.fixture
+def cpu_wheels(monkeypatch, tmp_path):
+    """pack41, whose index has builds of torch for CPUs alone, and a folder of find-links."""
+    links = tmp_path / "my links"
+    links.mkdir()
+    for name in (
+        "torch-2.98.0+cpu-py3-none-any",
+        "torch-2.97.0+cpu-cp39-cp39-win_arm64",
+        "torchvision-1.0-py3-none-any",
+        "torch-2.98",
+    ):
+        (links / f"{name}.whl").write_bytes(b"a wheel")
+    monkeypatch.setattr(releases, "find_links", lambda: f"https://example.org/wheels , file://{tmp_path}/my%20links")
+    return find("pack41"), links
+
+
+def test_a_pack_may_name_its_index(cpu_wheels, monkeypatch, tmp_path):
     """As torch's, whose builds for CPUs PyPI has not: "2.13.0+cpu" there is release 2.13.0."""
-    pack = find("pack41")
-    asked = []
+    pack, asked = cpu_wheels[0], []
 
     def page(client, package, timeout):
         asked.append(client.endpoint.rstrip("/"))
@@ -205,26 +220,38 @@ def test_a_pack_may_name_its_index_and_find_links_stand_in_for_one_that_is_silen
         return types.SimpleNamespace(packages=[types.SimpleNamespace(**{**vars(wheel), "version": "2.99.0+cpu"})])
 
     monkeypatch.setattr("pypi_simple.PyPISimple.get_project_page", page)
-    (found,), warning = releases.of(pack, tmp_path / "answered")
-    assert (found.version, found.sha256, warning, asked) == ("2.99.0", "a", None, [pack.index])
+    (found,), warning = releases.of(pack, tmp_path / "one")
+    assert (found.version, found.sha256, found.at_hand, warning, asked) == ("2.99.0", "a", False, None, [pack.index])
+    (found,), _ = releases.releases("torch", tmp_path / "one", index="https://download.pytorch.org/whl/cu130")
+    assert asked[1:] == ["https://download.pytorch.org/whl/cu130"], "another index of the same host has a list of its own"
+    (found,), _ = releases.releases("torch", tmp_path / "one")
+    assert found.version == "2.99.0+cpu", "elsewhere a local version is no release"
     assert audit.Published(tmp_path / "verify", {"torch": pack.index}).sha256("torch", "2.99.0") == ("a",)
-    assert asked == [pack.index] * 2
 
-    def silent(*_):
-        raise UserError("It did not answer.")
+
+def test_wheels_at_hand_stand_in_for_a_packs_own_index_that_cannot_be_reached(cpu_wheels, monkeypatch, tmp_path):
+    pack, links = cpu_wheels
+
+    def silent(*_, error=releases.NoAnswer):
+        raise error("It did not answer.")
 
     monkeypatch.setattr(releases, "_ask", silent)
-    monkeypatch.setattr(releases, "find_links", lambda: f"{tmp_path}/none,{tmp_path}")
-    (tmp_path / "torch-2.98.0+cpu-py3-none-any.whl").write_bytes(b"a wheel")
-    (tmp_path / "torch-2.97.0+cpu-cp39-cp39-win_arm64.whl").write_bytes(b"for another machine")
-    (tmp_path / "torchvision-1.0-py3-none-any.whl").write_bytes(b"of another package")
-    (found,), warning = releases.of(pack, tmp_path / "silent")
-    assert (found.version, found.sha256) == ("2.98.0", hashlib.sha256(b"a wheel").hexdigest())
-    assert warning == "It did not answer. Going by the wheels in find-links."
-    near = releases.fetch("torch", found.file, tmp_path / "env", sha256=found.sha256)
-    assert near == tmp_path / found.file, "it is not fetched"
+    (found,), warning = releases.of(pack, tmp_path)
+    assert (found.version, found.sha256, found.at_hand) == ("2.98.0", hashlib.sha256(b"a wheel").hexdigest(), True)
+    assert warning == "It did not answer. Going by the wheels in find-links, which are compared with no index."
+    assert releases.fetch("torch", found.file, tmp_path / "env", sha256=found.sha256) == links / found.file, "it is not fetched"
     with pytest.raises(UserError, match="did not answer"):
-        releases.releases("liger-kernel", tmp_path / "silent")
+        releases.of(replace(pack, index=None), tmp_path)
+    published = audit.Published(tmp_path, {"torch": pack.index})
+    assert published.sha256("torch", "2.98.0") == (), "nothing is verified by a wheel that happens to lie there"
+    monkeypatch.setattr(releases, "_ask", lambda *_: silent(error=UserError))
+    with pytest.raises(UserError, match="did not answer"):
+        releases.of(pack, tmp_path)
+
+
+def test_two_packs_of_one_package_have_one_index():
+    named = {(pack.package, pack.index) for pack in all_packs()}
+    assert len(named) == len({package for package, _ in named})
 
 
 @given(st.lists(st.from_regex(r"[0-9]\.[0-9](rc[0-9]|\.dev[0-9]|\.post[0-9])?", fullmatch=True), unique=True))

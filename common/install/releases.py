@@ -13,10 +13,12 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.tags import Tag, cpython_tags, sys_tags
@@ -48,6 +50,12 @@ class Release:
     uploaded: str | None = None
     #: sha256 of the release's other files: wheels for other machines, the sdist.
     others: tuple[str, ...] = ()
+    #: A wheel in find-links, which was not compared with an index.
+    at_hand: bool = False
+
+
+class NoAnswer(UserError):
+    """The index cannot be reached; one that says something else than a list of files has answered."""
 
 
 def releases(
@@ -55,11 +63,11 @@ def releases(
 ) -> tuple[list[Release], str | None]:
     """All releases of ``package``, oldest first, and a sentence of warning where the answer is an old one.
 
-    Wheels for ``python`` ("3.12") are taken first. Where ``index`` does not answer and never did, the wheels in pip's find-links
-    stand in for it. `UserError` when there are none.
+    Wheels for ``python`` ("3.12") are taken first. ``index`` is asked in place of the index that uv is configured with. `UserError`
+    when it does not answer and has never been asked before.
     """
-    host = index.partition("://")[2].partition("/")[0] if index else None
-    path = cache / "index" / f"{'-'.join(filter(None, (package, python, host)))}.json"
+    own = hashlib.sha256(index.encode()).hexdigest()[:8] if index else None
+    path = cache / "index" / f"{'-'.join(filter(None, (package, python, own)))}.json"
     now = time.time() if now is None else now
     known = _read(path)
     # A file from the future (a clock that was set back) is not fresh either.
@@ -68,8 +76,6 @@ def releases(
     try:
         found = _ask(package, python, index)
     except UserError as error:
-        if known is None and (there := _at_hand(package)):
-            return there, f"{error} Going by the wheels in find-links."
         if known is None:
             raise
         day = time.strftime("%Y-%m-%d", time.localtime(path.stat().st_mtime))
@@ -79,9 +85,17 @@ def releases(
 
 
 def of(pack: Pack, cache: Path) -> tuple[list[Release], str | None]:
-    """All releases that a pack can be run on: the index's, or those that the pack builds itself."""
+    """All releases that a pack can be run on: the index's, or those that the pack builds itself.
+
+    Where an index that the pack names cannot be reached, and never could, the wheels in find-links stand in for it.
+    """
     if pack.wheels is None:
-        return releases(pack.package, cache, python=pack.python, index=pack.index)
+        try:
+            return releases(pack.package, cache, python=pack.python, index=pack.index)
+        except NoAnswer as error:
+            if pack.index and (there := _at_hand(pack.package)):
+                return there, f"{error} Going by the wheels in find-links, which are compared with no index."
+            raise
     built = built_wheels(pack, cache)
     return [Release(version=v, file=built[v].name, sha256="") for v in sorted(built, key=Version)], None
 
@@ -157,15 +171,21 @@ def _read(path: Path) -> list[Release] | None:
 
 
 def _at_hand(package: str) -> list[Release]:
-    """The releases of which a wheel for this machine lies in a folder of find-links."""
-    found = {}
-    for folder in find_links().split(","):
-        for path in sorted(Path(folder.removeprefix("file://")).glob(f"{package.replace('-', '_')}-*.whl")) if folder else ():
+    """The releases of which a wheel for this machine lies in a folder of find-links; the first that is found of each."""
+    found: dict[Version, Release] = {}
+    for path in (path for folder in _folders() for path in sorted(folder.glob(f"{package.replace('-', '_')}-*.whl"))):
+        with suppress(InvalidWheelFilename):
             version = parse_wheel_filename(path.name)[1].public
-            if fits(path.name):
+            if fits(path.name) and Version(version) not in found:
                 sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-                found[Version(version)] = Release(version=version, file=path.name, sha256=sha256)
+                found[Version(version)] = Release(version=version, file=path.name, sha256=sha256, at_hand=True)
     return [found[version] for version in sorted(found)]
+
+
+def _folders() -> list[Path]:
+    """The folders among find-links, which may be addresses of files, or of pages."""
+    links = [link.strip() for link in find_links().split(",")]
+    return [Path(unquote(link.removeprefix("file://"))) for link in links if link and not link.startswith(("http:", "https:"))]
 
 
 def _index(own: str | None) -> PyPISimple:
@@ -182,9 +202,9 @@ def fetch(package: str, filename: str, folder: Path, *, sha256: str, index: str 
 
     One that lies in a folder of find-links, with that hash, is not fetched.
     """
-    for place in find_links().split(",") if sha256 else ():
-        near = Path(place.removeprefix("file://"), filename)
-        if place and near.is_file() and hashlib.sha256(near.read_bytes()).hexdigest() == sha256:
+    for place in _folders() if sha256 else ():
+        near = place / filename
+        if near.is_file() and hashlib.sha256(near.read_bytes()).hexdigest() == sha256:
             return near
     import requests
     from pypi_simple import DigestMismatchError, NoSuchProjectError
@@ -214,16 +234,16 @@ def _ask(package: str, python: str | None, index: str | None) -> list[Release]:
     except NoSuchProjectError as error:
         raise UserError(f"The package index has no project {package!r}.") from error
     except (requests.RequestException, ValueError) as error:
-        raise UserError(
-            f"The package index did not answer for {package} ({type(error).__name__}): is there a network?"
-        ) from error
+        kind = NoAnswer if isinstance(error, (requests.ConnectionError, requests.Timeout)) else UserError
+        raise kind(f"The package index did not answer for {package} ({type(error).__name__}): is there a network?") from error
     found: dict[Version, Release] = {}
     hashes: dict[Version, list[str]] = {}
     # A wheel for this machine wins over an sdist, and that over a wheel for another.
     for file in sorted(page.packages, key=lambda f: _rank(f.filename, f.package_type, python)):
         sha256 = file.digests.get("sha256")
         try:
-            version = Version(Version(file.version or "").public)  # torch's builds for CPUs are 2.13.0+cpu
+            version = Version(file.version or "")
+            version = Version(version.public) if index else version  # torch's builds for CPUs are 2.13.0+cpu
         except InvalidVersion:
             continue
         if file.package_type not in ("wheel", "sdist") or not sha256:

@@ -520,6 +520,8 @@ def _subject(plan: Plan, release: Release, cell: Cell, there: Environment | None
         digest = receipt.Digest(sha256=sha256)
     own = plan.pack.variants.get(plan.variant)
     uri = f"pkg:pypi/{cell.dist}@{cell.version}" + (f"?repository_url={plan.pack.index}" if plan.pack.index else "")
+    if release.at_hand:
+        uri = f"pkg:generic/{cell.dist}@{cell.version}"
     if own is not None and own.source:
         uri = f"pkg:github/{plan.pack.upstream.lower()}@{own.source}"
     if plan.checkout:

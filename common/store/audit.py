@@ -56,7 +56,8 @@ def _follows(path: Path, document: Receipt, log: str) -> Iterator[str]:
         if facts.command and opening.get("arguments") != facts.command[-len(opening["arguments"]) or len(facts.command) :]:
             yield "its command does not end with the arguments that its log names"
     uri = document.subject[0].uri
-    if not uri.startswith("pkg:github/") and uri.partition("?repository_url=")[0] != f"pkg:pypi/{facts.dist}@{facts.version}":
+    named = [f"pkg:{kind}/{facts.dist}@{facts.version}" for kind in ("pypi", "generic")]
+    if not uri.startswith("pkg:github/") and uri.partition("?repository_url=")[0] not in named:
         yield f"its subject is {plain(uri)}"
     if closing.get("cut", facts.log.cut) != facts.log.cut:
         yield f"its log is said to be cut by {facts.log.cut} bytes, and the log says {closing['cut']}"
@@ -113,6 +114,9 @@ class Published:
             self.warnings += [warning] if warning else []
         return self._known[package].get(version, ())
 
+    def warn(self, sentence: str) -> None:
+        self.warnings += [sentence] if sentence not in self.warnings else []
+
     def answered(self, package: str) -> bool:
         self.sha256(package, "")
         return bool(self._known[package])
@@ -168,7 +172,12 @@ def _recorded(document: Receipt, known: Known, published: Published) -> Iterator
             yield f"{cell.version} is no release and no commit that {cell.pack} names: its place is below review/"
         return
     wanted = published.sha256(cell.dist, cell.version)
+    told, index = document.subject[0].uri.partition("?repository_url=")[::2]
+    if index != published.indexes.get(cell.dist, "") and told.startswith("pkg:pypi/"):
+        yield f"its subject is of the index {plain(index) or 'that uv is configured with'}, and its pack names another"
     if not wanted:
+        if told.startswith("pkg:generic/") and not published.answered(cell.dist):
+            published.warn(f"{cell.dist} {cell.version} was run from a wheel at hand, which no index was seen to have.")
         if published.answered(cell.dist):
             yield f"the index has no {cell.dist} {cell.version}"
     elif not digest.sha256:
