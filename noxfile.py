@@ -168,6 +168,12 @@ def cluster(session: nox.Session) -> str:
     return "cluster" if any(word.startswith("--scheduler") for word in session.posargs) else ""
 
 
+@nox.session(name="upstream-tests", default=False)
+def upstream_tests(session: nox.Session) -> None:
+    """Run the upstream's own tests without a fix and with it: nox -s upstream-tests -- pack09 --source CLONE."""
+    runner(session, "upstream-tests", *session.posargs)
+
+
 @nox.session(default=False)
 def blame(session: nox.Session) -> None:
     """Find the commits that introduced and fixed a bug: nox -s blame -- pack09 --source CLONE."""

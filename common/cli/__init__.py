@@ -69,7 +69,7 @@ def _guard() -> None:
 
 #: A module of this folder each: HELP, DESCRIPTION, ``arguments`` and ``call``.
 COMMANDS = (
-    "run", "blame", "review", "check", "regress", "watch", "changes", "pins", "contract", "hunt", "site", "list", "attach", "new-pack", "tables", "regrade", "verify", "mutants", "bench",
+    "run", "blame", "upstream-tests", "review", "check", "regress", "watch", "changes", "pins", "contract", "hunt", "site", "list", "attach", "new-pack", "tables", "regrade", "verify", "mutants", "bench",
 )  # fmt: skip
 
 

@@ -90,6 +90,13 @@ class Variant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             msgspec.structs.force_setattr(self, "verdict", "MEASURED")
 
 
+class UpstreamTests(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The upstream's own tests of what the fix touches: files or folders of its repository, and what they import besides."""
+
+    files: Annotated[tuple[str, ...], Meta(min_length=1)]
+    requires: tuple[str, ...] = ("pytest",)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pack:
     """One ``packs/packNN_slug`` folder, validated."""
@@ -138,6 +145,7 @@ class Pack:
     validate_lane: str | None
     #: What `nox -s hunt` varies, and what is right.
     hunt: str | None
+    upstream_tests: UpstreamTests | None
     timeout: float
     memory: float
 
@@ -365,6 +373,7 @@ class _Toml(Struct, forbid_unknown_fields=True, kw_only=True):
     validate_lane: str | None = None
     #: hunt.py, or another pack's: "../pack32_slug/hunt.py".
     hunt: Annotated[str, like(r"(?:\.\./pack\d\d_[a-z0-9_]+/)?[a-z][a-z0-9_]*\.py")] | None = None
+    upstream_tests: UpstreamTests | None = None
     timeout: _Positive = 180.0
     memory: _Positive = 8.0
 
@@ -393,6 +402,7 @@ def _pack(folder: Path, told: _Toml) -> Pack:
     for key, listed in (
         ("requires", told.requires),
         ("beside", told.beside),
+        ("upstream_tests.requires", told.upstream_tests.requires if told.upstream_tests else ()),
         *((f"pins.{k}", v) for k, v in told.pins.items()),
     ):
         _requirements(key, listed)
