@@ -100,7 +100,7 @@ def main():
     release(tokens=1)  # what is run goes into the report
     kept, overlay = Path("released.pt").resolve(), str(Path(FACTS["file"]).parents[1])
     path = os.pathsep.join(each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each != overlay)
-    subprocess.run([sys.executable, __file__, str(kept)], env={**os.environ, "PYTHONPATH": path}, check=True)
+    subprocess.run([sys.executable, __file__, "--released", str(kept)], env={**os.environ, "PYTHONPATH": path}, check=True)
     file, released = torch.load(kept)
     check("control", "the release itself, in another process", file != FACTS["file"] and bool(overlay not in file))
     groups = {}
@@ -125,7 +125,7 @@ def main():
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        torch.save((torch.__file__, [run(*case)[0] if case[-1] else run(*case)[0][:1] for case in cases()]), sys.argv[1])
+    if "--released" in sys.argv:
+        torch.save((torch.__file__, [run(*case)[0] if case[-1] else run(*case)[0][:1] for case in cases()]), sys.argv[-1])
     else:
         main()
