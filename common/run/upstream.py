@@ -75,8 +75,18 @@ def compare(plan: Plan, release: Release, tests: UpstreamTests, clone: Path, ref
             folder, report = place / "tests", place / "junit.xml"
             folder.mkdir()
             extract(clone, ref, tests, folder)
+            (folder / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")  # else it takes the settings of a folder above
             say(f"{plan.pack.package} {release.version} {side}, {', '.join(tests.files)} at {ref}")
-            words = [*tests.files, "-q", "--tb=no", "-rN", "-p", "no:cacheprovider", f"--junitxml={report}"]
+            words = [
+                *tests.files,
+                "-q",
+                "--tb=no",
+                "-rN",
+                "--disable-warnings",
+                "-p",
+                "no:cacheprovider",
+                f"--junitxml={report}",
+            ]
             done = subprocess.run(
                 [*execute.command(plan, there, MAIN), *words],
                 env=execute.environ(plan, plan.cell(release, side), there, place),
