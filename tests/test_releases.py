@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.cli import run
 from common.errors import UserError
 from common.install import releases
 from common.install.releases import FRESH, Release, choose
 from common.packs.pack import all_packs, find
+from common.run.plan import planned
 from common.store import audit
 
 KNOWN = [
@@ -244,6 +246,10 @@ def test_wheels_at_hand_stand_in_for_a_packs_own_index_that_cannot_be_reached(cp
         releases.of(replace(pack, index=None), tmp_path)
     published = audit.Published(tmp_path, {"torch": pack.index})
     assert published.sha256("torch", "2.98.0") == (), "nothing is verified by a wheel that happens to lie there"
+    wheel = links / found.file
+    plan = replace(planned(pack, "", "cpu", wheels={"2.98.0": wheel}), cache=tmp_path)
+    with pytest.raises(UserError, match="did not answer"):
+        run._of_the_index(plan)  # --record --wheel
     monkeypatch.setattr(releases, "_ask", lambda *_: silent(error=UserError))
     with pytest.raises(UserError, match="did not answer"):
         releases.of(pack, tmp_path)

@@ -52,8 +52,8 @@ def test_what_a_fix_mends_and_what_it_breaks():
     before = {"a": "passed", "b": "failed", "c": "failed", "d": "passed", "e": "passed", "f": "skipped"}
     after = {"a": "passed", "b": "passed", "c": "failed", "d": "failed", "f": "passed"}
     found = upstream.Compared(unpatched=before, patched=after)
-    assert found.changed("passed") == ["b", "f"]
-    assert found.changed("failed") == ["d", "e"], "one that is not run any more has not passed"
+    assert found.mended() == ["b", "f"]
+    assert found.broken() == ["d", "e"], "one that is not run any more has not passed"
 
 
 def test_the_tests_of_a_tag_are_read_and_nothing_of_the_package(clone, tmp_path):

@@ -266,7 +266,7 @@ def _of_the_index(plan: Plan) -> None:
     if not plan.wheels:
         return
     try:
-        listed = releases.of(plan.pack, plan.cache)[0]
+        listed = releases.releases(plan.pack.package, plan.cache, python=plan.pack.python, index=plan.pack.index)[0]
     except ModuleNotFoundError as error:
         raise UserError(
             f"--record asks the index for the hashes of its files, for which {error.name} is not installed here: "

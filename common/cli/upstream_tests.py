@@ -34,7 +34,8 @@ def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:
 
 def call(options: argparse.Namespace, extra: list[str]) -> int:
     pack, out = find(options.pack), report.console()
-    if pack.upstream_tests is None:
+    tests = pack.upstream_tests
+    if tests is None:
         having = ", ".join(each.name for each in common.about_upstreams(report.console(stderr=True)) if each.upstream_tests)
         raise UserError(f"{pack.name}/pack.toml names no [upstream_tests]; these packs do: {having}.")
     clone = checkouts.clone_at(common.given(options.source))
@@ -44,21 +45,18 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     for warning in warnings:
         common.warn(warning, out)
     ref = options.ref or upstream.ref_of(clone, chosen[0].version)
+    pack = replace(pack, requires=(*pack.requires, *tests.requires))
     plan = plans.planned(pack, "", lanes.choose(pack, options.lane))
-    common.base(
-        replace(pack.at(chosen[0].version), requires=(*pack.at(chosen[0].version).requires, *pack.upstream_tests.requires)), out
-    )
-    found = upstream.compare(
-        plan, chosen[0], pack.upstream_tests, clone, ref, lambda line: out.print(line, markup=False, soft_wrap=True)
-    )
+    common.base(plan.pack.at(chosen[0].version), out)
+    found = upstream.compare(plan, chosen[0], tests, clone, ref, lambda line: out.print(line, markup=False, soft_wrap=True))
     if not found.unpatched:
-        raise UserError(f"{', '.join(pack.upstream_tests.files)} has no test at {ref}.")
+        raise UserError(f"{', '.join(tests.files)} has no test at {ref}.")
     table = Table("", "passed", "failed", "skipped", pad_edge=False, header_style="bold")
     for side, ends in (("as released", found.unpatched), ("with the fix", found.patched)):
         count = Counter(ends.values())
         table.add_row(side, *(str(count[how]) for how in ("passed", "failed", "skipped")))
     out.print(table)
-    mended, broken = found.changed("passed"), found.changed("failed")
+    mended, broken = found.mended(), found.broken()
     for mark, what, names in (
         ("✓", "pass with the fix alone", mended),
         ("✗", "pass as released, and not with the fix", broken),
