@@ -35,7 +35,9 @@ def release():
     if not hasattr(float8.Float8LinearConfig, "from_recipe_name"):
         finish("UNTESTABLE", "no-api")
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
-        print("This needs an NVIDIA GPU with FP8 (sm_89 or newer), and torch sees none; without one nothing can be timed.")
+        print(
+            "This needs an NVIDIA GPU with FP8 (sm_89 or newer), and torch sees none; nothing can be timed without one: nox -s pack42 there."
+        )
         finish("UNTESTABLE", "no-device")
     FACTS.update(file=float8.__file__, version=version("torchao"))
     FACTS["evidence"] = "device:sm_{}{}".format(*torch.cuda.get_device_capability())
