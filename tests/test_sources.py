@@ -131,6 +131,7 @@ def test_a_base_that_lost_files_is_made_again(tmp_path, monkeypatch):
             site = environment._site(Path(arguments[3]).parent.parent)
             (site / "tqdm").mkdir()
             (site / "tqdm" / "__init__.py").write_text("x = 1\n")
+            (site / "tqdm" / "large.so").write_bytes(b"\0" * environment.SHARED_BYTES)
         return subprocess.CompletedProcess(arguments, 0, "", "")
 
     monkeypatch.setattr(environment, "_uv", uv)
@@ -146,3 +147,8 @@ def test_a_base_that_lost_files_is_made_again(tmp_path, monkeypatch):
     assert not environment.has_base(["tqdm"], tmp_path)
     environment.base(["tqdm"], tmp_path)
     assert len(made) == 2
+    other = environment.base(["tqdm", "rich"], tmp_path)
+    large, small = (environment._site(other) / "tqdm" / name for name in ("large.so", "__init__.py"))
+    assert large.samefile(environment._site(place) / "tqdm" / "large.so"), "kept once for all bases"
+    assert small.stat().st_nlink == 1, "an edit of a source file reaches no other base"
+    assert not list(large.parent.glob("*.link"))

@@ -56,6 +56,8 @@ STAMP = "reproducer.json"
 UV_TIMEOUT = 7200.0
 #: How environments are laid out; one made by an older runner is not taken for ours.
 LAYOUT = "copies, with byte code and a list of files"
+#: Files of bases that are at least so large are kept once.
+SHARED_BYTES = 2**18
 #: Where uv finds packages: the settings that a build may see, too, for it installs what it needs to build.
 UV_SETTINGS = (
     "UV_CONFIG_FILE",
@@ -435,8 +437,28 @@ def base(requires: Sequence[str], cache_dir: Path) -> Path:
                     f"The base layer ({', '.join(requires)}) cannot be installed: {_short(_why(done))} "
                     "Without a network, use an environment that has these and run 'python -m common run PACK --here'."
                 )
+        _share(place, cache_dir / "bases" / "shared")
         write_atomically(place / STAMP, json.dumps({"requires": list(requires), "files": _files(place)}))
     return place
+
+
+def _share(place: Path, shared: Path) -> None:
+    """Keep large files once for all bases, as hard links: each has the same torch and Triton, 1.4 GB of them.
+
+    Not with uv's cache, which other projects use, and no source files, which somebody may edit to look into something.
+    """
+    with writing(shared):
+        shared.mkdir(parents=True, exist_ok=True)
+    for path in _site(place).rglob("*"):
+        if path.is_symlink() or not path.is_file() or path.suffix == ".py" or path.stat().st_size < SHARED_BYTES:
+            continue
+        first = shared / integrity.sha256(path)
+        link = path.with_name(f"{path.name}.link")
+        with contextlib.suppress(OSError):  # A file system without hard links: then each base has its own.
+            with contextlib.suppress(FileExistsError):
+                first.hardlink_to(path)
+            link.hardlink_to(first)
+            link.replace(path)
 
 
 def _base_place(requires: Sequence[str], cache_dir: Path) -> Path:
