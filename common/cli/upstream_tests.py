@@ -27,7 +27,7 @@ SHOWN = 20
 def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:
     parser.add_argument("pack", help="pack09, 09 or 9")
     parser.add_argument("--source", type=Path, metavar="DIR", required=True, help="a clone of the upstream, with its tags")
-    parser.add_argument("--release", metavar="VERSION", help="this release (default: the first that the pack pins)")
+    parser.add_argument("--release", metavar="VERSION", help="this release (default: the first with the bug that the pack pins)")
     parser.add_argument("--ref", metavar="REF", help="the tests of this commit, branch or tag instead of the release's tag")
     parser.add_argument("--lane", help="this lane instead of the strongest that the machine allows")
 
@@ -39,7 +39,8 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
         having = ", ".join(each.name for each in common.about_upstreams(report.console(stderr=True)) if each.upstream_tests)
         raise UserError(f"{pack.name}/pack.toml names no [upstream_tests]; these packs do: {having}.")
     clone = checkouts.clone_at(common.given(options.source))
-    chosen, warnings = releases.choose(pack, options.release or pack.pinned[0], CACHE)
+    with_bug = [v for v in pack.pinned if (held := pack.expectation(v)) and held.verdict == "REPRODUCED"]
+    chosen, warnings = releases.choose(pack, options.release or [*with_bug, *pack.pinned][0], CACHE)
     if len(chosen) != 1:
         raise UserError(f"--release {options.release} names {len(chosen)} releases: name one.")
     for warning in warnings:

@@ -1,0 +1,182 @@
+"""The deep check of a fix of pack44: outputs, final states and all gradients, of the whole function, against the definition in fp64.
+
+Runs after repro.py on the patched side. On Triton's interpreter in fp32, where bf16 rounds nothing: there all has to be the release's, bit for bit.
+On a GPU the errors against the definition have to be no larger than the release's, and that of the angles' gradient smaller.
+"""
+
+import importlib
+import math
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from repro import FACTS, check, device, finish, release
+
+NAMES = ("Q", "K", "V", "ADT", "DT", "Trap", "Q_bias", "K_bias", "Angles", "D", "Z")
+STATES = ("angle state", "SSM state", "K state", "V state")
+interpreted = device == "cpu"
+LIMIT = 1e-5 if interpreted else 0.1  # a GPU multiplies in bf16
+SMALL, LARGE = (1, 37, 2, 4, 32, 64, 16, 16), (1, 1024, 1, 24, 128, 64, 32, 64)  # B, S, G, H, N, P, angles, chunk
+BASE = SMALL if interpreted else LARGE
+CASES = {
+    "one sequence": {},
+    "two sequences, each head its own q and k": {"shape": (2, 32, 4, 4, 32, 64, 16, 16)},
+    "angles for a quarter of the channels": {"shape": (*BASE[:6], BASE[4] // 4, BASE[7])},
+    "one token": {"shape": (*BASE[:1], 1, *BASE[2:])},
+    "three sequences in one": {"lengths": (1, 20, BASE[1] - 21)},
+    "without D and Z": {"without": ("D", "Z")},
+    "angles in fp16": {"dtype": torch.float16},
+    "angles of the heads are one tensor": {"expanded": True},
+    "a state before and after": {"states": True},
+    "states before and after, three sequences in one": {"states": True, "lengths": (1, 20, BASE[1] - 21)},
+}
+
+
+def original():
+    """The release's own modules: what the patched ones hide on sys.path is imported for once in their place."""
+    file = FACTS["file"]
+    overlay = str(Path(file).parents[4])
+    patched = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "mamba_ssm"}
+    sys.path.remove(overlay)
+    importlib.invalidate_caches()
+    own = release()
+    assert FACTS["file"] != file
+    for name in [name for name in sys.modules if name.split(".")[0] == "mamba_ssm"]:
+        del sys.modules[name]
+    sys.path.insert(0, overlay)
+    sys.modules.update(patched)
+    FACTS["file"] = file
+    return own
+
+
+def inputs(shape=BASE, lengths=(), without=(), dtype=torch.float32, expanded=False, states=False):
+    """The function's arguments by their names, and the states that a sequence begins with; random, their gradients wanted."""
+    torch.manual_seed(0)
+    B, S, G, H, N, P, A, _ = shape
+    wide = {"Q": (B, S, G, N), "K": (B, S, G, N), "V": (B, S, H, P), "Trap": (B, H, S), "Z": (B, S, H, P)}
+    given = {name: torch.randn(*size, device=device).to(torch.bfloat16) for name, size in wide.items()}
+    given["Angles"] = torch.randn(B, S, 1 if expanded else H, A, device=device).to(torch.bfloat16).to(dtype).expand(B, S, H, A)
+    given["DT"] = 0.05 + 0.2 * torch.rand(B, H, S, device=device)
+    given["ADT"] = -2 * given["DT"] * torch.rand(B, H, S, device=device)
+    given |= {
+        name: 0.1 * torch.randn(*size, device=device) for name, size in (("Q_bias", (H, N)), ("K_bias", (H, N)), ("D", (H,)))
+    }
+    sizes = {"angle state": (A,), "SSM state": (P, N), "K state": (N,), "V state": (P,)} if states else {}
+    given |= {name: torch.rand(len(lengths) or B, H, *size, device=device) for name, size in sizes.items()}
+    return {name: given[name] for name in (*NAMES, *sizes) if name not in without}
+
+
+def outcome(function, given, states, factors):
+    """Output, final states, and the gradient of each input; ``factors`` are those of the output and the states."""
+    leaves = {name: t.detach().requires_grad_() for name, t in given.items()}
+    arguments = {name: t for name, t in leaves.items() if name in NAMES}
+    before = tuple(leaves[name] for name in STATES) if states else None
+    outs = function(arguments, before)
+    torch.autograd.backward(outs[: len(factors)], [factor.to(out.dtype) for factor, out in zip(factors, outs, strict=False)])
+    found = dict(zip(("output", *STATES), (out.detach() for out in outs), strict=True))
+    return found | {f"gradient of {name}": leaf.grad for name, leaf in leaves.items()}
+
+
+def of_kernel(module, chunk, lengths):
+    ends = torch.tensor([0, *lengths], device=device).cumsum(0).int() if lengths else None
+    return lambda given, before: module.mamba3_siso_combined(
+        **given, Input_States=before, chunk_size=chunk, return_final_states=True, cu_seqlens=ends
+    )
+
+
+def rotated(x, angle):
+    """x [B, S, H, N], whose first pairs are turned by angle [B, S, H, A]."""
+    x0, x1 = x.unflatten(-1, (-1, 2)).unbind(-1)
+    angle = F.pad(angle, (0, x0.shape[-1] - angle.shape[-1]))
+    return torch.stack((x0 * angle.cos() - x1 * angle.sin(), x0 * angle.sin() + x1 * angle.cos()), -1).flatten(-2)
+
+
+def definition(given, before, turned_by=lambda angle: angle):
+    """Mamba-3 SISO by its definition, quadratic in S: output and final states. ``turned_by`` is what becomes of the angles [B, S, H, A]."""
+    Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles = (given[name] for name in NAMES[:9])
+    groups = V.shape[2] // Q.shape[2]
+    turned, state, k_before, v_before = before or (0, 0, 0, 0)
+    q, k = (x.repeat_interleave(groups, 2) + bias for x, bias in ((Q, Q_bias), (K, K_bias)))
+    angle = (torch.tanh(Angles) * math.pi * DT.transpose(1, 2)[..., None]).cumsum(1) + (turned[:, None] if before else 0)
+    angle = turned_by(angle)
+    rq, rk = rotated(q, angle), rotated(k, angle)
+    gamma, late = DT * torch.sigmoid(Trap), DT * torch.sigmoid(-Trap)
+    scale, decayed = gamma + F.pad(late[..., 1:], (0, 1)), ADT.cumsum(-1)
+    decay = (decayed[..., :, None] - decayed[..., None, :]).tril(-1).exp().tril(-1)
+    out = torch.einsum("bhts,bshp->bthp", torch.einsum("bthn,bshn->bhts", rq, rk) * decay * scale[:, :, None, :], V)
+    here = gamma * torch.einsum("bshn,bshn->bhs", q, k) + (given["D"][:, None] if "D" in given else 0)
+    out = out + here.transpose(1, 2)[..., None] * V
+    left = (decayed[..., -1:] - decayed).exp() * torch.cat((scale[..., :-1], gamma[..., -1:]), -1)
+    last = torch.einsum("bhs,bshp,bshn->bhpn", left, V, rk)
+    if before:
+        first = state + late[:, :, 0, None, None] * v_before[..., :, None] * k_before[..., None, :]
+        kept = decayed.exp()
+        out = out + torch.einsum("bhs,bhpn,bshn->bshp", kept, first, rq)
+        last = last + kept[..., -1, None, None] * first
+    if "Z" in given:
+        out = out * F.silu(given["Z"])
+    return out, torch.remainder(angle[:, -1], 2 * math.pi), last, rk[:, -1], V[:, -1]
+
+
+def by_definition(lengths):
+    """One sequence after the other."""
+
+    def function(given, before):
+        parts, start = [], 0
+        for i, length in enumerate(lengths or [given["V"].shape[1]]):
+            cut = slice(start, start + length)
+            own = {n: t[..., cut] if n in ("ADT", "DT", "Trap") else t if t.dim() < 3 else t[:, cut] for n, t in given.items()}
+            parts.append(definition(own, before and [t[i : i + 1] if lengths else t for t in before]))
+            start += length
+        return tuple(torch.cat(t, 1 if i == 0 else 0) for i, t in enumerate(zip(*parts, strict=True)))
+
+    return function
+
+
+def off(name, got, want):
+    """||got - want|| / ||want||, of the angle state in rad."""
+    far = got.double() - want
+    if name == "angle state":
+        return (torch.remainder(far + math.pi, 2 * math.pi) - math.pi).abs().max().item()
+    return (far.norm() / want.norm().clamp(min=1e-3 * want.numel() ** 0.5)).item()
+
+
+def main():
+    fixed, released = release(), original()
+    for name, case in CASES.items():
+        given, lengths, states = inputs(**case), case.get("lengths", ()), case.get("states", False)
+        (B, S, _, H, N, P, A, chunk), count = case.get("shape", BASE), len(lengths)
+        sizes = [(B, S, H, P), *((count or B, H, *size) for size in ((A,), (P, N), (N,), (P,)))]
+        factors = [torch.randn(*size, device=device) for size in sizes[: 5 if states else 1]]
+        found, before = (outcome(of_kernel(m, chunk, lengths), given, states, factors) for m in (fixed, released))
+        wide = {n: t.double() for n, t in given.items()}
+        right = outcome(by_definition(lengths), wide, states, [f.to(found["output"].dtype).double() for f in factors])
+        if interpreted and case.get("dtype") is None:
+            same = [n for n in found if torch.equal(found[n], before[n])]
+            check("trigger", f"{name}: all {len(found)} are the release's, bit for bit", len(same) == len(found))
+        errors = {n: (off(n, found[n], want), off(n, before[n], want)) for n, want in right.items()}
+        FACTS["metrics"][name] = {n: {"fixed": a, "released": b} for n, (a, b) in errors.items()}
+        for n, (error, released_error) in errors.items():
+            rounded = n == "gradient of Angles" and case.get("dtype") is not None  # to the dtype that it is given in
+            check("trigger", f"{name}: {n} against fp64", error=error, limit=1e-3 if rounded and interpreted else LIMIT)
+            if not interpreted:
+                check("trigger", f"{name}: {n}, no further off than the release's", error <= 1.1 * released_error + 1e-4)
+        check(
+            "trigger",
+            f"{name}: each gradient has its input's dtype",
+            all(found[f"gradient of {n}"].dtype == t.dtype for n, t in given.items()),
+        )
+    given = {name: t.double() for name, t in inputs().items()}
+    seen = off(
+        "output",
+        definition(given, None, lambda angle: torch.remainder(angle, 2 * math.pi).bfloat16())[0],
+        definition(given, None)[0],
+    )
+    FACTS["metrics"]["output, by angles in bf16"] = seen
+    check("control", f"angles in bf16 put the definition's output {100 * seen:.2g} % off, which is seen", seen > 1e-3)
+    finish()
+
+
+if __name__ == "__main__":
+    main()
