@@ -27,7 +27,9 @@ SHOWN = 20
 def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:
     parser.add_argument("pack", help="pack09, 09 or 9")
     parser.add_argument("--source", type=Path, metavar="DIR", required=True, help="a clone of the upstream, with its tags")
-    parser.add_argument("--release", metavar="VERSION", help="this release (default: the first with the bug that the pack pins)")
+    parser.add_argument(
+        "--release", metavar="VERSION", help="this release (default: the first with the bug that the pack pins)"
+    )
     parser.add_argument("--ref", metavar="REF", help="the tests of this commit, branch or tag instead of the release's tag")
     parser.add_argument("--lane", help="this lane instead of the strongest that the machine allows")
 

@@ -410,3 +410,21 @@ def test_a_pack_with_a_number_that_is_none_is_a_sentence(tmp_path, key, value):
     (folder / "pack.toml").write_text(f"{key} = {value}\n{text}")
     with pytest.raises(UserError, match=key):
         load(folder)
+
+
+def test_the_first_receipts_are_read_by_threads_at_the_same_time():
+    """msgspec builds what it knows of a type when that is first asked for, and two threads that do so crash the process."""
+    path = next((ROOT / "results").rglob("pack09/*.json"))
+    code = f"""
+import sys, threading
+from pathlib import Path
+from common.store import receipt
+sys.setswitchinterval(1e-6)
+together = threading.Barrier(2)
+threads = [threading.Thread(target=lambda: (together.wait(), receipt.read(Path({str(path)!r})))) for _ in range(2)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+"""
+    for _ in range(8):
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
