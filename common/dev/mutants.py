@@ -189,8 +189,10 @@ def _poison(owner, name):
         found = function(*given, **named)
         place = {place!r}
         change = lambda value: {formula} if value is not None else None
-        if place == "":
+        if place == "" or (place == "0" and not isinstance(found, tuple)):
             return change(found)
+        if not isinstance(found, tuple):  # it returns less where less is asked for
+            return found
         found = list(found)
         found[int(place)] = change(found[int(place)])
         return tuple(found)
