@@ -152,3 +152,6 @@ def test_a_base_that_lost_files_is_made_again(tmp_path, monkeypatch):
     assert large.samefile(environment._site(place) / "tqdm" / "large.so"), "kept once for all bases"
     assert small.stat().st_nlink == 1, "an edit of a source file reaches no other base"
     assert not list(large.parent.glob("*.link"))
+    large.write_bytes(b"\1" * environment.SHARED_BYTES)
+    third = environment._site(environment.base(["tqdm", "attrs"], tmp_path)) / "tqdm" / "large.so"
+    assert third.read_bytes() == b"\0" * environment.SHARED_BYTES, "one that was changed is not handed on"

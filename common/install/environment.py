@@ -8,6 +8,7 @@ second. `here` takes the active environment as it is, for machines that are clos
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import hashlib
 import importlib.metadata
 import json
@@ -453,6 +454,8 @@ def _share(place: Path, shared: Path) -> None:
         if path.is_symlink() or not path.is_file() or path.suffix == ".py" or path.stat().st_size < SHARED_BYTES:
             continue
         first = shared / integrity.sha256(path)
+        if first.is_file() and not filecmp.cmp(first, path, shallow=False):
+            first.unlink(missing_ok=True)  # somebody has changed it
         link = path.with_name(f"{path.name}.link")
         with contextlib.suppress(OSError):  # A file system without hard links: then each base has its own.
             with contextlib.suppress(FileExistsError):
