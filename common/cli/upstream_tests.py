@@ -41,8 +41,7 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
         having = ", ".join(each.name for each in common.about_upstreams(report.console(stderr=True)) if each.upstream_tests)
         raise UserError(f"{pack.name}/pack.toml names no [upstream_tests]; these packs do: {having}.")
     clone = checkouts.clone_at(common.given(options.source))
-    with_bug = [v for v in pack.pinned if (held := pack.expectation(v)) and held.verdict == "REPRODUCED"]
-    chosen, warnings = releases.choose(pack, options.release or [*with_bug, *pack.pinned][0], CACHE)
+    chosen, warnings = releases.choose(pack, options.release or pack.shown_on(), CACHE)
     if len(chosen) != 1:
         raise UserError(f"--release {options.release} names {len(chosen)} releases: name one.")
     for warning in warnings:

@@ -189,10 +189,10 @@ def _poison(owner, name):
         found = function(*given, **named)
         place = {place!r}
         change = lambda value: {formula} if value is not None else None
-        if place == "" or (place == "0" and not isinstance(found, tuple)):
+        if place == "":
             return change(found)
-        if not isinstance(found, tuple):  # it returns less where less is asked for
-            return found
+        if not isinstance(found, (tuple, list)):  # it returns one where less is asked for
+            return change(found) if place == "0" else found
         found = list(found)
         found[int(place)] = change(found[int(place)])
         return tuple(found)
@@ -252,8 +252,7 @@ def _released(
         cache=CACHE,
         wheels=wheels,
     )
-    wrong = [v for v in pack.pinned if (e := pack.expectation(v)) and e.outcome == "REPRODUCED"]
-    wanted = (at if at and not variant else told.release) or (wrong[0] if wrong else pack.pinned[0])
+    wanted = (at if at and not variant else told.release) or pack.shown_on()
     release = Release(version=next(iter(wheels)), file="", sha256="") if wheels else choose(pack, wanted, CACHE)[0][0]
     return plan, release, runner.run_release(plan, release, stop=stop)[0]
 

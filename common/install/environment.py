@@ -453,11 +453,10 @@ def _share(place: Path, shared: Path) -> None:
     for path in _site(place).rglob("*"):
         if path.is_symlink() or not path.is_file() or path.suffix == ".py" or path.stat().st_size < SHARED_BYTES:
             continue
-        first = shared / integrity.sha256(path)
-        if first.is_file() and not filecmp.cmp(first, path, shallow=False):
-            first.unlink(missing_ok=True)  # somebody has changed it
-        link = path.with_name(f"{path.name}.link")
+        first, link = shared / integrity.sha256(path), path.with_name(f"{path.name}.link")
         with contextlib.suppress(OSError):  # A file system without hard links: then each base has its own.
+            if first.is_file() and not filecmp.cmp(first, path, shallow=False):
+                first.unlink()  # somebody has changed it
             with contextlib.suppress(FileExistsError):
                 first.hardlink_to(path)
             link.hardlink_to(first)

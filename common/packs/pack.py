@@ -178,6 +178,10 @@ class Pack:
             raise UserError(f"{self.folder.name}/pack.toml: release {version} is in more than one [expected] range: {ranges}.")
         return found[0] if found else None
 
+    def shown_on(self) -> str:
+        """The first pinned release that is expected to have the bug; the first pinned where none is."""
+        return next((v for v in self.pinned if (e := self.expectation(v)) and e.outcome == "REPRODUCED"), self.pinned[0])
+
     def matrix(self) -> list[str]:
         """The variants that pin other packages than the pack itself: regress runs them on the pinned releases."""
         return [name for name, variant in self.variants.items() if variant.requires]
