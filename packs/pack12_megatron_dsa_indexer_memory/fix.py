@@ -9,25 +9,22 @@ are in another order than the release's.
 from common.transforms import insert_before, replace
 
 _BLOCKS = '''\
-_HEAD_BLOCK = 2**24  # elements of the scores of a block of heads
-
-
 def _head_blocks(heads, scores_of_a_head):
-    step = max(1, _HEAD_BLOCK // max(1, scores_of_a_head))
+    """All heads at once up to 2^24 scores, and four where there are more."""
+    step = max(4, 2**24 // max(1, scores_of_a_head))
     return [slice(start, start + step) for start in range(0, heads, step)]
 
 
-def _streamed_target(query, key, softmax_scale, mask, softmax=None):
-    """Attention's probabilities summed over heads, under ``mask``; both [b, 1, sq, sk] fp32."""
-    softmax = softmax or (lambda scores: torch.softmax(scores, dim=-1, dtype=torch.float32))
+def _streamed_target(query, key, softmax_scale, mask, valid=None):
+    """Attention's probabilities summed over heads, under ``mask``; both [b, 1, sq, sk] fp32. ``valid`` [b, sq, sk] says which keys count."""
     target = torch.zeros_like(mask)
     for part in _head_blocks(query.size(2), mask.numel()):
-        scores = torch.einsum('sbhd,tbhd->bhst', query[:, :, part].float(), key[:, :, part].float())
-        scores *= softmax_scale
+        scores = torch.einsum('sbhd,tbhd->bhst', query[:, :, part].float() * softmax_scale, key[:, :, part].float())
         scores += mask
-        target += softmax(scores).sum(dim=1, keepdim=True)
+        scores = torch.softmax(scores, dim=-1)
+        target += scores.sum(dim=1, keepdim=True)
         del scores
-    return target
+    return target if valid is None else target.masked_fill_(~valid.unsqueeze(1), 0)  # a row without keys is not a number
 
 
 def _streamed_index_scores(q, weights, k, use_relu=True):
@@ -50,18 +47,16 @@ def _streamed_backward(q, weights, k, grad_index_scores, use_relu=True):
     grad_q, grad_weights = torch.empty_like(q), torch.empty_like(weights)
     grad_k = torch.zeros_like(keys)
     for part in _head_blocks(q.size(2), grad_index_scores.numel()):
-        queries = q[:, :, part].float()
-        scores = torch.einsum('sbhd,tbd->bhst', queries, keys)
+        queries, weight = q[:, :, part].float(), weights[:, :, part].float().unsqueeze(-1)
+        kept = grad.expand(-1, queries.size(2), -1, -1)
         if use_relu:
-            scores.relu_()
-        grad_weights[:, :, part] = (grad * scores).sum(dim=-1).permute(2, 0, 1)
-        grad_scores = grad * weights[:, :, part].permute(1, 2, 0).unsqueeze(-1)
-        if use_relu:
-            grad_scores.masked_fill_(scores == 0, 0)
-        del scores
-        grad_q[:, :, part] = torch.einsum('bhst,tbd->sbhd', grad_scores, keys)
-        grad_k += torch.einsum('bhst,sbhd->tbd', grad_scores, queries)
-        del grad_scores
+            kept = torch.where(torch.einsum('sbhd,tbd->bhst', queries, keys) > 0, grad, 0)
+        # relu(q @ k) is q @ k where it is kept, so one product with the keys gives the gradients of q and of the weights
+        kept_keys = torch.einsum('bhst,tbd->sbhd', kept, keys)
+        grad_q[:, :, part] = kept_keys * weight
+        grad_weights[:, :, part] = (kept_keys * queries).sum(dim=-1)
+        grad_k += torch.einsum('bhst,sbhd->tbd', kept, queries * weight)
+        del kept
     return grad_q, grad_weights, grad_k.to(k.dtype)
 
 
@@ -96,13 +91,9 @@ def _relu(matched: str) -> str:
 
 
 def _summed(found) -> str:
-    """The softmax over [b, heads, sq, sk] becomes the sum over blocks of heads. 0.19 has a function of its own for it."""
-    masked = (
-        "        lambda scores: dsa_masking.masked_softmax(\n"
-        "            scores, attention_valid_mask.unsqueeze(1).expand_as(scores), dim=-1\n        ),\n"
-    )
-    softmax = masked if "masked" in found[0] else ""
-    return f"{found[1]}_streamed_target(\n        query, key, softmax_scale, attention_scores,\n{softmax}    )\n"
+    """The softmax over [b, heads, sq, sk] becomes the sum over blocks of heads. 0.19 says by a mask which keys count."""
+    valid = ", attention_valid_mask" if "attention_valid_mask" in found[0] else ""
+    return f"{found[1]}_streamed_target(query, key, softmax_scale, attention_scores{valid})\n"
 
 
 def _passed(found) -> str:

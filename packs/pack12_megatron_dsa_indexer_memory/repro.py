@@ -21,14 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-S, B, HEADS, H, D_ATTENTION, D = (
-    4096,
-    8,
-    128,
-    32,
-    192,
-    128,
-)  # attention heads as in DeepSeek-V3.2, indexer heads, and their channels
+# Attention heads as in DeepSeek-V3.2, indexer heads, and the channels of both.
+S, B, HEADS, H, D_ATTENTION, D = 4096, 8, 128, 32, 192, 128
 GIB, LIMIT = 2**30, 8  # GiB: 16 tensors [B, S, S] in fp32
 device = "cuda" if torch.cuda.is_available() else "cpu"
 alone = types.SimpleNamespace(tp=types.SimpleNamespace(size=lambda: 1))  # tensor-parallel group of one rank

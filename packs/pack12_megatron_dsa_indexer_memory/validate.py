@@ -54,6 +54,14 @@ def outcome(dsa, tensors, needs=(True,) * 3, gradient=1.0, **options):
     return [loss.detach(), *(next(got) if leaf.requires_grad else None for leaf in leaves)], picked
 
 
+def distances(dsa, tensors):
+    """‖g − r‖ / ‖r‖ of the loss and its gradients from the definition in fp64."""
+    exact = [t.detach().double().requires_grad_(t.requires_grad) for t in tensors]
+    loss = definition(*exact)
+    right = [loss.detach(), *torch.autograd.grad(loss, exact[:3])]
+    return [((a - b).norm() / b.norm()).item() for a, b in zip(outcome(dsa, tensors)[0], right, strict=True)]
+
+
 def compare(name, fixed, released, tensors, limit=LIMIT, **options):
     """The fixed outcome against the release's."""
     (got, picked), (want, same) = (outcome(dsa, tensors, **options) for dsa in (fixed, released))
@@ -62,7 +70,6 @@ def compare(name, fixed, released, tensors, limit=LIMIT, **options):
             error = ((a.double() - b.double()).norm() / b.double().norm()).item()
             check("trigger", f"{name}: {what} against the release's", error=error if a.dtype == b.dtype else None, limit=limit)
     check("trigger", f"{name}: top-k indices are the release's", torch.equal(picked, same))
-    return got
 
 
 class Operations(TorchDispatchMode):
@@ -134,16 +141,13 @@ def main():
     options = inspect.signature(getattr(fixed, "FusedDSAIndexerLoss", fixed.DSAttention).forward).parameters
     for where, shape in (("one block", SMALL), ("blocks of heads", LARGE)):
         given = inputs(*shape, size=0.3)
-        got = compare(where, fixed, released, given)
-        exact = [t.detach().double().requires_grad_(t.requires_grad) for t in given]
-        definition(*exact).backward()
-        right = [definition(*exact).detach(), *(t.grad for t in exact[:3])]
-        errors = {}
-        for who, found in (("released", outcome(released, given)[0]), ("fixed", got)):
-            errors[who] = [((a - b).norm() / b.norm()).item() for a, b in zip(found, right, strict=True)]
-        check("control", f"{where}: the release is right against fp64", all(error <= LIMIT for error in errors["released"]))
-        for what, error in zip(NAMES, errors["fixed"], strict=True):
+        compare(where, fixed, released, given)
+        check("control", f"{where}: the release is right against fp64", all(d <= LIMIT for d in distances(released, given)))
+        for what, error in zip(NAMES, distances(fixed, given), strict=True):
             check("trigger", f"{where}: {what} against fp64", error=error, limit=LIMIT)
+        half = inputs(*shape, dtype=torch.bfloat16, size=0.3)
+        for what, own, its in zip(NAMES, distances(fixed, half), distances(released, half), strict=True):
+            check("trigger", f"{where}, bf16: {what} is as near to fp64 as the release's", own <= 1.1 * its + LIMIT)
         for name, given, asked in cases(options, shape, every=shape is SMALL):
             own, torch.distributed.all_reduce = torch.distributed.all_reduce, asked.pop("all_reduce", None)
             compare(f"{where}, {name}", fixed, released, given, **asked)
