@@ -182,6 +182,7 @@ def test_a_pre_release_is_advised_only_where_there_is_no_other():
         ([seen("0.1")], "● I"),
         ([seen("0.1"), seen("0.1", "ABSENT", side="patched")], "●→○ I"),
         ([seen("0.1"), seen("0.1", "ABSENT", side="patched", stale=True)], "● I"),
+        ([seen("0.1", machine="a"), seen("0.1", machine="b"), seen("0.1", "ABSENT", side="patched", machine="b")], "●→○ I"),
         ([seen("0.1", "MEASURED")], "# I"),
         ([seen("0.1"), seen("0.1", machine="gpu", evidence="device:sm_90")], "● D"),
         ([seen("0.1"), seen("0.1", "ABSENT", machine="gpu", evidence="device:sm_90")], "○ D ● I"),

@@ -312,7 +312,7 @@ def _wheels(pack: Pack, variant: str, options: argparse.Namespace, out: Console)
     """The files that are given in place of the index's, by version."""
     own = pack.variants.get(variant)
     given = list(options.wheel)
-    if own and own.source and (given or options.here or options.release_path):
+    if own and own.source and (given or options.release_path or (options.here and options.source is None)):
         raise UserError(
             f"The variant {variant} is commit {own.source[:10]} and nothing else: --source DIR names a clone that has it."
         )

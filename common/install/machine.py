@@ -20,13 +20,13 @@ MACHINE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 @cache
 def gpu() -> tuple[dict[str, str], ...]:
     """The NVIDIA GPUs that a run may use: name, driver, compute capability, memory. Empty without one."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+    tool, visible = shutil.which("nvidia-smi"), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if tool is None or visible in ("", "-1"):
         return ()
     fields = ("name", "driver_version", "compute_cap", "memory.total")
     try:
         done = subprocess.run(
-            [tool, f"--query-gpu={','.join(fields)}", "--format=csv,noheader"],
+            [tool, f"--query-gpu={','.join(fields)}", "--format=csv,noheader", *([f"--id={visible}"] if visible else [])],
             capture_output=True,
             text=True,
             timeout=60,

@@ -37,10 +37,10 @@ def packages(packs: Iterable[Pack], stored: History) -> dict[str, list[Pack]]:
 
 
 def glyph(sides: Mapping[str, Sequence[Seen]]) -> str:
-    """A cell of the matrix. Machines that do not agree are shown side by side, the strongest evidence first."""
+    """A cell of the matrix. Machines that do not agree are shown side by side, the strongest evidence first, and of two alike the one with a fix."""
     fresh = [seen for seen in sides.get("unpatched", ()) if not seen.stale] or list(sides.get("unpatched", ()))
     drawn: dict[str, Seen] = {}
-    for seen in sorted(fresh, key=lambda seen: -strength(seen.evidence)):
+    for seen in sorted(fresh, key=lambda seen: (-strength(seen.evidence), not history.cured(seen, sides))):
         drawn.setdefault(seen.outcome, seen)
     words = []
     for seen in drawn.values():

@@ -36,6 +36,8 @@ def environ(plan: Plan, cell: Cell, there: Environment, place: Path) -> dict[str
         **({"PYTHONUSERBASE": site.getuserbase()} if plan.here and site.ENABLE_USER_SITE else {}),
         # Runs beside each other share the cores; left alone, each would start a thread for every core.
         **({"OMP_NUM_THREADS": str(plan.threads)} if plan.threads and "OMP_NUM_THREADS" not in os.environ else {}),
+        # torch.compile starts a process a core, 32 at most, of half a GiB each, which counts as the run's memory.
+        "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", str(min(4, os.cpu_count() or 1))),
         "PYTHONUNBUFFERED": "1",
         # What lies in a release's folder has to be what it installed. The active environment's packages (torch) may have no
         # byte code yet, and compiling them takes longer than most runs: it is kept aside.
