@@ -74,9 +74,9 @@ def test_every_number_is_in_a_receipt(name):
     assert [(n, unit) for n, unit in told(text) if n not in GIVEN.get(name, {}) and not is_backed(n, unit, known)] == []
 
 
-def metrics(name, file):
+def metrics(name, file, machine="linux-x86_64-cpu"):
     """What the script of one recorded run measured."""
-    path = RESULTS / "linux-x86_64-cpu" / name / file
+    path = RESULTS / machine / name / file
     return json.loads(path.read_text())["predicate"]["reproducer"]["metrics"]
 
 
@@ -116,17 +116,18 @@ def test_the_table_of_pack28_is_of_its_releases():
             assert is_backed(cell, None, {scales[f"{name}, outliers in {where}"]["output"]}), (name, where)
 
 
-def test_the_table_of_pack27_is_of_its_pinned_release():
+def test_the_tables_of_pack27_are_of_its_pinned_release():
     pack = find("pack27")
-    told = metrics(pack.name, f"mamba-ssm-{pack.pinned[0]}.unpatched.json")
     readme = (pack.folder / "README.md").read_text()
     names = {"state in bf16": "bf16", "state in e4m3": "e4m3", "state in e5m2": "e5m2", "state thrown away": "thrown away"}
     rows = re.findall(r"^\| ([\w, ]+?) \| ([\d.]+) % \| ([\d.]+) % \| ([\d.]+) % \| ([\d.]+) % \|$", readme, re.MULTILINE)
-    assert len(rows) == 5
-    for name, *row in rows:
-        found = [told[f"forgets {rate} a token"][names.get(name, name)] for rate in ("0.1", "0.01", "0.001")]
-        for cell, value in zip(row, [*(each["all"] for each in found), found[-1]["by eighth"][-1]], strict=True):
-            assert is_backed(cell, "%", {value}), (name, cell, value)
+    assert len(rows) == 10
+    for machine, table in (("linux-x86_64-cpu", rows[:5]), ("linux-x86_64-nvidia-h200", rows[5:])):
+        told = metrics(pack.name, f"mamba-ssm-{pack.pinned[0]}.unpatched.json", machine)
+        for name, *row in table:
+            found = [told[f"forgets {rate} a token"][names.get(name, name)] for rate in ("0.1", "0.01", "0.001")]
+            for cell, value in zip(row, [*(each["all"] for each in found), found[-1]["by eighth"][-1]], strict=True):
+                assert is_backed(cell, "%", {value}), (name, cell, value)
 
 
 def test_a_number_that_no_run_gave_is_found():
