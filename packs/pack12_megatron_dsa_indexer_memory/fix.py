@@ -1,7 +1,7 @@
-"""The fix: with the indexer's loss, heads are added up in blocks, forward and backward, and no [B, heads, S, S] tensor is made.
+"""The fix: with the indexer's loss, heads are added up in blocks, forward and backward, and no tensor of all heads is made where that is large.
 
 Three sums over heads: the index scores, their gradients (0.17 on; in 0.16 autograd's), and the target, which is attention's softmax added
-up over its heads. A block is one head once B · S² is over 2²³, and all of them where that is small. The release's own lines make
+up over its heads. A block is as many heads as have 2^24 scores together; of larger ones four, up to 2^29 scores, or one. The release's own lines make
 the masks, of one head. What computes no loss is as it was: from 0.17 on another call, in 0.16 where no gradient is asked for. Sums over heads
 are in another order than the release's.
 """
@@ -10,8 +10,9 @@ from common.transforms import insert_before, replace
 
 _BLOCKS = '''\
 def _head_blocks(heads, scores_of_a_head):
-    """All heads at once up to 2^24 scores, and four where there are more."""
-    step = max(4, 2**24 // max(1, scores_of_a_head))
+    """As many heads at a time as have 2^24 scores together; of larger ones four, up to 2^29 scores, or one."""
+    size = max(1, scores_of_a_head)
+    step = max(1, min(4, 2**29 // size), 2**24 // size)
     return [slice(start, start + step) for start in range(0, heads, step)]
 
 
@@ -21,10 +22,12 @@ def _streamed_target(query, key, softmax_scale, mask, valid=None):
     for part in _head_blocks(query.size(2), mask.numel()):
         scores = torch.einsum('sbhd,tbhd->bhst', query[:, :, part].float() * softmax_scale, key[:, :, part].float())
         scores += mask
+        if valid is not None:  # what does not count may be anything, not a number too
+            scores.masked_fill_(~valid.unsqueeze(1), torch.finfo(scores.dtype).min)
         scores = torch.softmax(scores, dim=-1)
         target += scores.sum(dim=1, keepdim=True)
         del scores
-    return target if valid is None else target.masked_fill_(~valid.unsqueeze(1), 0)  # a row without keys is not a number
+    return target if valid is None else target.masked_fill_(~valid.unsqueeze(1), 0)  # rows without keys
 
 
 def _streamed_index_scores(q, weights, k, use_relu=True):
@@ -34,8 +37,8 @@ def _streamed_index_scores(q, weights, k, use_relu=True):
     for part in _head_blocks(q.size(2), index_scores.numel()):
         scores = torch.einsum('sbhd,tbd->bhst', q[:, :, part].float(), keys)
         if use_relu:
-            scores.relu_()
-        scores *= weights[:, :, part].permute(1, 2, 0).unsqueeze(-1)
+            scores = torch.relu(scores)
+        scores = scores * weights[:, :, part].permute(1, 2, 0).unsqueeze(-1)  # in place it could not be differentiated twice
         index_scores += scores.sum(dim=1)
         del scores
     return index_scores
@@ -67,9 +70,12 @@ class _StreamedIndexScores(torch.autograd.Function):
     """``_streamed_index_scores`` for autograd."""
 
     @staticmethod
-    def forward(ctx, q, weights, k):
-        ctx.save_for_backward(q, weights, k)
+    def forward(q, weights, k):
         return _streamed_index_scores(q, weights, k)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx, grad_index_scores):

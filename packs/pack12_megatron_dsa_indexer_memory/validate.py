@@ -5,6 +5,7 @@ Runs after repro.py on the patched side, where heads fill more than one block an
 
 import importlib
 import inspect
+import math
 import sys
 import types
 from pathlib import Path
@@ -19,7 +20,8 @@ MORE = dict.fromkeys(("varlen_starts", "varlen_ends", "key_positions", "query_va
 MORE |= {"calculate_per_token_loss": False, "use_relu": True}
 LIMIT = 1e-5  # sums over heads in another order
 NAMES = ("loss", "dq", "dweights", "dk")
-SMALL, LARGE = (48, 2, 8, 5, 16, 16), (512, 2, 40, 34, 16, 16)  # S, B, heads, H, d, D: one block of heads, and more than one
+# S, B, heads, H, d, D: all heads in one of the fix's blocks, two blocks, and nine, as small as where it matters
+SMALL, LARGE, MANY = (48, 2, 8, 5, 16, 16), (512, 2, 40, 34, 16, 16), (2048, 1, 36, 33, 8, 4)
 
 
 def as_released():
@@ -62,12 +64,17 @@ def distances(dsa, tensors):
     return [((a - b).norm() / b.norm()).item() for a, b in zip(outcome(dsa, tensors)[0], right, strict=True)]
 
 
-def compare(name, fixed, released, tensors, limit=LIMIT, **options):
-    """The fixed outcome against the release's."""
-    (got, picked), (want, same) = (outcome(dsa, tensors, **options) for dsa in (fixed, released))
+def compare(name, fixed, released, tensors, **options):
+    """The fixed outcome against the release's; what is bf16 may be rounded otherwise."""
+    before = [t.detach().clone() for t in tensors]
+    got, picked = outcome(fixed, tensors, **options)
+    untouched = all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, tensors, strict=True))
+    check("trigger", f"{name}: what it is given is as it was", untouched)
+    want, same = outcome(released, tensors, **options)
     for what, a, b in zip(NAMES, got, want, strict=True):
         if b is not None:
             error = ((a.double() - b.double()).norm() / b.double().norm()).item()
+            limit = LIMIT if b.dtype == torch.float32 else 1e-3
             check("trigger", f"{name}: {what} against the release's", error=error if a.dtype == b.dtype else None, limit=limit)
     check("trigger", f"{name}: top-k indices are the release's", torch.equal(picked, same))
 
@@ -80,20 +87,27 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def without_loss(dsa, S, rows, heads):
+def without_loss(dsa, S, B, rows, heads, **more):
     """The operations and the result of the path without a loss, for some query rows of ``heads`` indexer heads."""
-    q, weights, k, *_ = inputs(S, 1, 1, heads, 16, 16)
-    mask = torch.zeros(1, rows, S, device=device)
+    q, weights, k, *_ = inputs(S, B, 1, heads, 16, 16)
+    mask = None if "varlen_starts" in more else torch.zeros(B, rows, S, device=device)
     with torch.no_grad(), Operations() as counted:
         if hasattr(dsa, "fused_qk_topk_naive"):
-            found = dsa.fused_qk_topk_naive(q[:rows], k, weights[:rows], 8, mask)[0]
+            found = dsa.fused_qk_topk_naive(q[:rows], k, weights[:rows], 8, mask, **more)[0]
         else:
             found = dsa.DSAIndexer._compute_index_scores(None, q[:rows], weights[:rows], k)
     return counted.seen, found
 
 
-def cases(options, shape, every):
-    """What to compare: names, tensors and options; all that the release knows, or the ones that touch each line once."""
+def twice(dsa, tensors):
+    """Gradients of the gradients' squares by q, weights and k."""
+    leaves = [t.detach().clone().requires_grad_() for t in tensors[:3]]
+    first = torch.autograd.grad(loss_of(dsa, *leaves, *tensors[3:])[0], leaves, create_graph=True)
+    return torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+
+
+def cases(options, shape):
+    """What to compare: names, tensors and options that the release knows."""
     (S, B, *_), given = shape, inputs(*shape)
     pair = types.SimpleNamespace(tp=types.SimpleNamespace(size=lambda: 2))
     others = torch.rand(S, S, device=device).tril()  # the other rank's part of the target
@@ -104,15 +118,23 @@ def cases(options, shape, every):
         tensor += others
 
     ranks = {"group": pair, "all_reduce": all_reduce}
+    half = inputs(*shape, dtype=torch.bfloat16)
     yield "two ranks, sparse, another scale and coefficient", given, ranks | {"sparse": True, "scale": 0.4, "coefficient": 0.3}
-    yield "bf16", inputs(*shape, dtype=torch.bfloat16), {"limit": 1e-3}
-    if every:
+    yield "bf16", half, {}
+    yield "bf16, weights in fp32", [half[0], half[1].detach().float().requires_grad_(), *half[2:]], {}
+    yield "sparse loss", given, {"sparse": True, "topk": 5}
+    yield "a key that all heads share", [*given[:4], given[4][:, :, :1].expand_as(given[4])], {}
+    yield "a causal mask", given, {"mask": causal(S)}
+    yield "large attention logits", [*given[:3], 30 * given[3], 3 * given[4]], {}
+    padded = [t.detach().clone() for t in given]
+    for tensor in padded[:3]:
+        tensor[S // 3 : S // 2] = 0
+    yield "queries and keys of zeros", padded, {}
+    if shape is SMALL:
         yield "inputs of size 1", given, {"gradient": -3.0}
-        yield "sparse loss", given, {"sparse": True, "topk": 5}
         yield "two tensor-parallel ranks", given, ranks
-        yield "a key that all heads share", [*given[:4], given[4][:, :, :1].expand_as(given[4])], {}
-        yield "a causal mask", given, {"mask": causal(S)}
         yield "not contiguous", [t.transpose(0, 1).contiguous().transpose(0, 1) for t in given], {}
+        yield "one head of each", inputs(S, 3, 1, 1, 16, 16), {}
     if "varlen_starts" in options:
         rows = torch.arange(S, device=device)
         packed = {"varlen_starts": torch.where(rows < S // 3, 0, S // 3), "varlen_ends": torch.where(rows < S - 5, rows + 1, 0)}
@@ -123,17 +145,28 @@ def cases(options, shape, every):
             given,
             packed | valid | order | {"sparse": True, "use_relu": False},
         )
-        half = [t[: S // 2] if i in (0, 1, 3) else t for i, t in enumerate(given)]
-        yield "half of the rows", half, {"varlen_starts": 0 * rows[: S // 2], "varlen_ends": 2 * rows[: S // 2] + 1}
-        if every:
-            yield "without ReLU", given, {"mask": causal(S), "use_relu": False}
-            yield "packed, rows without keys", given, packed
+        first = [t[: S - 5] if i in (0, 1, 3) else t for i, t in enumerate(given)]
+        yield "fewer rows than keys", first, {"varlen_starts": 0 * rows[: S - 5], "varlen_ends": rows[: S - 5] + 6}
+        yield "without ReLU", given, {"mask": causal(S), "use_relu": False}
+        yield "packed, rows without keys", given, packed
+        unread = [*given[:4], torch.where(rows[:, None, None, None] < S - 1, given[4], math.nan)]
+        hidden = causal(S).masked_fill(rows == S - 1, float("-inf"))
+        yield (
+            "a key out of reach is not a number",
+            unread,
+            {"varlen_starts": 0 * rows, "varlen_ends": (rows + 1).clamp(max=S - 1)},
+        )
+        yield "a masked key is not a number, sparse", unread, {"mask": hidden, "sparse": True}
+        biased = torch.randn(B, S, S, device=device) + causal(S)
+        biased[:, 7] = float("-inf")
+        yield "masks with biases, a row without a key", given, {"mask": biased}
+        yield "masks with biases, sparse", given, {"mask": biased, "sparse": True}
+        if shape is SMALL:
+            yield "one mask with biases for all", given, {"mask": biased[0]}
+            yield "no mask and no bounds, some rows count", given, valid
             yield "packed, keys in another order", given, packed | order
             yield "some rows count", given, valid | {"mask": causal(S)}
             yield "loss per token", given, valid | {"mask": causal(S), "calculate_per_token_loss": True}
-            biased = torch.randn(B, S, S, device=device) + causal(S)
-            biased[0, 7] = float("-inf")
-            yield "masks with biases, a row without keys", given, {"mask": biased}
 
 
 def main():
@@ -148,10 +181,13 @@ def main():
         half = inputs(*shape, dtype=torch.bfloat16, size=0.3)
         for what, own, its in zip(NAMES, distances(fixed, half), distances(released, half), strict=True):
             check("trigger", f"{where}, bf16: {what} is as near to fp64 as the release's", own <= 1.1 * its + LIMIT)
-        for name, given, asked in cases(options, shape, every=shape is SMALL):
+        for name, given, asked in cases(options, shape):
             own, torch.distributed.all_reduce = torch.distributed.all_reduce, asked.pop("all_reduce", None)
             compare(f"{where}, {name}", fixed, released, given, **asked)
             torch.distributed.all_reduce = own
+    compare("many blocks, B=1", fixed, released, inputs(*MANY, size=0.3))
+    for what, a, b in zip(NAMES[1:], *(twice(dsa, inputs(*SMALL, size=0.3)) for dsa in (fixed, released)), strict=True):
+        check("trigger", f"{what} of the gradients", error=((a - b).norm() / b.norm()).item(), limit=1e-4)
     if not hasattr(fixed, "FusedDSAIndexerLoss"):  # from 0.17 on all three are computed, asked for or not
         for needs in ((True, False, False), (False, True, False), (False, False, True)):
             compare(f"gradients {needs}", fixed, released, inputs(*SMALL), needs=needs)
@@ -159,14 +195,19 @@ def main():
         ("a mask", {"mask": causal}),
         ("sparse", {"sparse": True}),
         ("a mask, sparse", {"mask": causal, "sparse": True}),
+        *([("a mask, without ReLU", {"mask": causal, "more": (*[None] * 4, False, False)})] if "use_relu" in options else ()),
     ):
         for step, gib in zip(("forward", "backward"), peaks(fixed, **asked), strict=True):
             FACTS["metrics"][f"{name}: {step} peak GiB"] = gib
             check("trigger", f"{name}: {step} peak of {gib:.2f} GiB, {MOST} at most", gib <= MOST)
-    for rows, heads in ((1, 64), (512, 64)):
-        (was, a), (now, b) = (without_loss(dsa, 1024, rows, heads) for dsa in (released, fixed))
-        check("trigger", f"without the loss, {rows} query rows, {heads} heads: the same {len(was)} operations", was == now)
-        check("trigger", f"without the loss, {rows} query rows, {heads} heads: the same scores, bit for bit", torch.equal(a, b))
+    rows, plain = torch.arange(512, device=device), [(1, 1, {}), (1, 512, {}), (2, 512, {})]
+    if "use_relu" in options:
+        plain += [(2, 512, {"use_relu": False}), (2, 512, {"varlen_starts": 0 * rows, "varlen_ends": rows + 1})]
+    for B, count, more in plain:
+        (was, a), (now, b) = (without_loss(dsa, 1024, B, count, 64, **more) for dsa in (released, fixed))
+        where = f"without the loss, B={B}, {count} query rows, 64 heads{''.join(f', {name}' for name in more)}"
+        check("trigger", f"{where}: the same {len(was)} operations", was == now)
+        check("trigger", f"{where}: the same scores, bit for bit", torch.equal(a, b))
     finish()
 
 
