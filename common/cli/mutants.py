@@ -46,6 +46,7 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     out.print(f"{len(found)} mutants, {len(survived)} survived.")
     page = ROOT / "docs" / "mutants.md"
     equivalent = {pack.name: mutants.of(pack)[0].equivalent for pack in chosen}
-    write_atomically(page, mutants.table(found, equivalent, page.read_text("utf-8") if page.is_file() else ""))
+    known = [pack.name for pack in common.packs(out) if (pack.folder / "mutants.toml").is_file()]
+    write_atomically(page, mutants.table(found, equivalent, page.read_text("utf-8") if page.is_file() else "", known))
     out.print("written: docs/mutants.md", markup=False)
     return common.SURPRISE if survived else common.OK

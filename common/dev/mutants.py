@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -298,8 +298,8 @@ def _noticed(row: Row, mutant: Mutant) -> bool:
     )
 
 
-def table(found: Sequence[Outcome], equivalent: dict[str, dict[str, str]], before: str = "") -> str:
-    """docs/mutants.md. Packs of which ``found`` has nothing keep what ``before``, the page as it was, says of them."""
+def table(found: Sequence[Outcome], equivalent: dict[str, dict[str, str]], before: str = "", known: Iterable[str] = ()) -> str:
+    """docs/mutants.md. Packs of which ``found`` has nothing keep what ``before``, the page as it was, says of them; ``known`` have mutants."""
     kinds = ("dropped", "poisoned", "wrong fix", "blunted")
     ran = {outcome.pack for outcome in found}
     kept = [line for line in before.splitlines() if (told := re.match(r"(?:\| |- )(pack\d\d)\b", line)) and told[1] not in ran]
@@ -312,6 +312,7 @@ def table(found: Sequence[Outcome], equivalent: dict[str, dict[str, str]], befor
             cells.append(f"{sum(outcome.killed for outcome in mine)} of {len(mine)} killed" if mine else "–")
         why = "; ".join(f"`{name}`: {reason}" for name, reason in equivalent.get(pack, {}).items()) or "–"
         rows.append(f"| {pack} | {' | '.join(cells)} | {why} |")
+    absent = sorted(name for name in known if not any(row.startswith(f"| {name} ") for row in rows))
     survivors = [line for line in kept if line.startswith("-")]
     survivors += [f"- {o.pack}, {o.kind}, {o.name}: {o.saw}" for o in found if not o.killed]
     lines = [
@@ -324,6 +325,7 @@ def table(found: Sequence[Outcome], equivalent: dict[str, dict[str, str]], befor
         f"|---|{'---|' * (len(kinds) + 1)}",
         *sorted(rows),
         "",
+        *([f"Never run as a whole: {', '.join(absent)}.", ""] if absent else ()),
         "## Survivors",
         "",
         *(sorted(survivors) or ["None."]),
