@@ -10,7 +10,7 @@ from typing import Any
 
 from common.files import CACHE, RESULTS
 from common.install.environment import Environment
-from common.install.machine import machine_name
+from common.install.machine import gpu, machine_name
 from common.install.releases import Release
 from common.packs.pack import Pack
 from common.store.cell import Cell
@@ -141,8 +141,8 @@ def skipped(before: Verdict, plan: Plan, version: str) -> dict[str, str] | None:
 
 
 def default_jobs(lane: str) -> int:
-    """One at a time on a device (timings, memory peaks); else one a core."""
-    return 1 if lane == "device" else max(1, os.cpu_count() or 1)
+    """One at a time on a GPU (timings, memory peaks); else one a core."""
+    return 1 if lane == "device" and gpu() else max(1, os.cpu_count() or 1)
 
 
 def threads_each(jobs: int) -> int:
