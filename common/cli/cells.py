@@ -16,7 +16,7 @@ from common.cli.common import about_upstreams, base, formatted, pool_options, re
 from common.errors import UserError
 from common.files import CACHE, RESULTS
 from common.install import lanes
-from common.install.machine import gpu, machine_name
+from common.install.machine import machine_name
 from common.packs.pack import Pack, find
 from common.publish import tables
 from common.run import plan as plans
@@ -60,7 +60,7 @@ def session(
         raise UserError("The self-test's receipts are no record of a release: name a folder for them with --results.")
     formatted(packs, out)
     results = (options.results or RESULTS).resolve()
-    jobs = options.jobs or plans.default_jobs("device" if gpu() else "")
+    jobs = options.jobs or plans.default_jobs("device")
     there: AbstractContextManager[Pool] = (
         pool.cluster(options.scheduler, options.jobs) if options.scheduler else pool.threads(jobs)
     )
