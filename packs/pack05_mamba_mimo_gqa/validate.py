@@ -1,7 +1,7 @@
 """The deep check of a fix of pack05: output and all gradients, for every grouping, against the definition in fp64.
 
 Runs after repro.py on the patched side: dense and varlen, with and without D, Z and MIMO_Out. What the release computes (G = 1 and
-G = H) is bit for bit as it was.
+G = H) is bit for bit as it was; where it raises, the fix is as near as what it computes from a copy of q and k for each head.
 """
 
 import importlib
@@ -13,13 +13,13 @@ import torch
 from mimo import NAMES, by_definition, inputs, off, run
 from repro import CHUNK, FACTS, check, device, dtype, finish, on_cpu, release
 
-LIMIT = 1e-5 if on_cpu else 0.05
+#: Relative errors against fp64, and against the release with copies. On an H200 bf16 costs 0.8 %, and 2.5 % in dAngles and dDT.
+LIMIT, COPIES = (1e-5, 1e-5) if on_cpu else (0.012, 2e-3)
 #: S, H, R, N, P; lengths of the sequences of varlen; the groupings.
 (S, H, R, N, P), LENGTHS, GROUPS = (
     ((16, 6, 2, 16, 16), (9, 1, 6), (1, 2, 3, 6)) if on_cpu else ((256, 128, 4, 128, 64), (100, 1, 155), (1, 2, 8, 128))
 )
-#: On a GPU dAngles and what is summed from it are off by more: angles are summed over the sequence in bf16.
-LOOSE = () if on_cpu else ("dAngles", "dDT", "dADT")
+LOOSE = {} if on_cpu else {"dAngles": 0.035, "dDT": 0.035}
 
 
 def original():
@@ -39,17 +39,26 @@ def original():
     return own
 
 
-def by_kernel(mamba3_mimo, lengths=None):
+def by_kernel(mamba3_mimo, lengths=None, copies=1):
     ends = torch.tensor([0, *lengths], device=device).cumsum(0).int() if lengths else None
     options = {"chunk_size": CHUNK, "rotary_dim_divisor": 4, "dtype": dtype, "cu_seqlens": ends}
-    return lambda *leaves: mamba3_mimo.mamba3_mimo(*leaves, **options)
+
+    def function(q, k, *more):
+        return mamba3_mimo.mamba3_mimo(q.repeat_interleave(copies, 3), k.repeat_interleave(copies, 3), *more, **options)
+
+    return function
+
+
+def largest(errors):
+    """NaN where one is, which max() might pass over."""
+    return max(errors) if all(map(math.isfinite, errors)) else math.nan
 
 
 def refusal(function, tensors, grad):
     """What it raises, in a line; None if nothing."""
     try:
         run(function, tensors, grad)
-    except RuntimeError as error:
+    except Exception as error:  # whatever it is, release and fix raise the same
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
 
 
@@ -62,11 +71,10 @@ def compare(name, mamba3_mimo, tensors, grad, lengths):
     grads = {n: (g, r) for n, g, r in zip(NAMES, found, right, strict=True) if r is not None}
     errors |= {n: off(g, r) if g is not None else math.inf for n, (g, r) in grads.items()}
     FACTS["metrics"].setdefault("errors", {})[name] = errors
-    for loose in (False, True):
-        worst = {n: e if math.isfinite(e) else math.inf for n, e in errors.items() if (n in LOOSE) == loose}
-        if worst:
-            which = f"{', '.join(worst)}" if loose else f"output and {len(worst) - 1} gradients"
-            check("trigger", f"{name}: {which} against fp64", error=max(worst.values()), limit=2 * LIMIT if loose else LIMIT)
+    close = [error for n, error in errors.items() if n not in LOOSE]
+    check("trigger", f"{name}: output and {len(close) - 1} gradients against fp64", error=largest(close), limit=LIMIT)
+    for n, limit in LOOSE.items():
+        check("trigger", f"{name}: {n} against fp64", error=errors[n], limit=limit)
     return [out, *found]
 
 
@@ -76,17 +84,23 @@ def main():
         for G in GROUPS:
             tensors, grad = inputs(batch, S, G, H, R, N, P, device, dtype)
             found = compare(f"{kind}, G={G} of H={H}", fixed, tensors, grad, lengths)
+            out, before = run(by_kernel(released, lengths, 1 if G in (1, H) else H // G), tensors, grad)
+            pairs = list(zip(found, [out, *before], strict=True))
             if G in (1, H):
-                out, before = run(by_kernel(released, lengths), tensors, grad)
-                same = all(torch.equal(a, b) for a, b in zip(found, [out, *before], strict=True))
-                check("trigger", f"{kind}, G={G} of H={H}: bit for bit the release's", same)
+                check(
+                    "trigger", f"{kind}, G={G} of H={H}: bit for bit the release's", all(torch.equal(*pair) for pair in pairs)
+                )
+            else:
+                name = f"{kind}, G={G} of H={H}: output and 14 gradients as the release's with a copy for each head"
+                check("trigger", name, error=largest([off(a, b.double()) for a, b in pairs]), limit=COPIES)
         G = GROUPS[1]
         tensors, grad = inputs(batch, S, G, H, R, N, P, device, dtype)
         each = torch.randn(batch, S, R, H, P, device=device).to(dtype)
         bare = [*tensors[:9], None, None, tensors[11], None, None]
         if lengths and not on_cpu:  # TileLang 0.1.8 wants one of the two gradients to learn how many sequences there are
             said = {refusal(by_kernel(module, lengths), bare, each) for module in (fixed, released)}
-            check("control", f"{kind}, without Z and MIMO_Out: as released the backward raises {said.pop()}", not said)
+            told = " or ".join(f"raises {each}" if each else "does not raise" for each in said)
+            check("control", f"{kind}, without Z and MIMO_Out: the backward {told}, as released and fixed", len(said) == 1)
             bare[9], bare[13] = tensors[9], tensors[13]
         without = "D and MIMO_Out" if bare[13] is not None else "D, Z and MIMO_Out"
         compare(f"{kind}, G={G}, without {without}", fixed, bare, each, lengths)

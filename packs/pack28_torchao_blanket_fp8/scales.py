@@ -82,8 +82,11 @@ def main():
             print(f"{name:<20} {where:<9} x {ratio:<6}", *(f"{each:.5f}" for each in off), flush=True)
             check("control", f"{name}, outliers in {where} x {ratio}: finite", all(map(torch.isfinite, map(torch.tensor, off))))
             if where == "nowhere":  # what rounding to 8 and to 4 bits makes
-                least, most = (0.002, 0.004) if name == "bf16" else (0.03, 0.05)
-                check("control", f"{name}: the output is off by {100 * off[0]:.2g} %", least < off[0] < most)
+                least, most = (0.002, 0.004) if name == "bf16" else (0.03, 0.08)
+                for what, error in zip(("output", "gradient of x"), off[:2], strict=True):
+                    check("control", f"{name}: the {what} is off by {100 * error:.2g} %", least < error < most)
+            if name == "rowwise_with_gw_hp":
+                check("control", f"{name}, outliers in {where} x {ratio}: the gradient of w is not quantized", off[2] < 1e-5)
     finish("MEASURED")
 
 
