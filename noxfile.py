@@ -130,8 +130,10 @@ def run_tests(session: nox.Session, which: str) -> None:
     session.install("--quiet", "--editable", ".[cluster,site]", *nox.project.dependency_groups(PYPROJECT, "tests"))
     # A worker keeps a file's tests together: they share an installed release.
     given = session.posargs if "-m" in session.posargs else ["-m", which, *session.posargs]
+    # Containers often set it, and then each of the hundreds of processes that the tests start compiles all that it imports.
+    env = {"PYTHONDONTWRITEBYTECODE": ""}
     # One more than there are cores: many of them wait for processes of theirs.
-    session.run("pytest", f"--numprocesses={min(4, (os.cpu_count() or 1) + 1)}", "--dist=loadfile", *given)
+    session.run("pytest", f"--numprocesses={min(4, (os.cpu_count() or 1) + 1)}", "--dist=loadfile", *given, env=env)
 
 
 @nox.session(default=False)

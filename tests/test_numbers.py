@@ -81,24 +81,28 @@ def metrics(name, file, machine="linux-x86_64-cpu"):
 
 
 def test_the_table_of_pack28_is_of_its_releases():
-    """One row for each part of the model: the pinned release's mean and standard error, the mean and range of all; and the outliers, of the variant."""
+    """One row for each part: the pinned release's mean and standard error, on a CPU and an H200, the mean and range of all; and the outliers."""
     pack = find("pack28")
     folder = RESULTS / "linux-x86_64-cpu" / pack.name
     every = [metrics(pack.name, path.name) for path in folder.glob("torchao-*.unpatched.json")]
     every = [told for told in every if told]
     pinned = metrics(pack.name, f"torchao-{pack.pinned[0]}.unpatched.json")
     readme = (pack.folder / "README.md").read_text().replace("−", "-")
-    row = r"^\| ([\w, ]+?) \| (-?[\d.]+) ± ([\d.]+) \| (-?[\d.]+) \((-?[\d.]+) – (-?[\d.]+)\) \| (\d+) \|$"
+    gpu = metrics(pack.name, f"torchao-{pack.pinned[0]}.unpatched.json", "linux-x86_64-nvidia-h200")
+    measured = r"(-?[\d.]+) ± ([\d.]+) \| "
+    row = rf"^\| ([\w, ]+?) \| {measured * 2}(-?[\d.]+) \((-?[\d.]+) – (-?[\d.]+)\) \| (\d+) \|$"
     written = re.findall(row, readme, re.MULTILINE)
     names = {"all parts": "all", "scan, its linear layers": "scan", "scan, its state and input": "state"}
     assert {names.get(part, part) for part, *_ in written} == set(pinned) - {"fp32"}
     for part, *numbers in written:
         part = names.get(part, part)
         means = [told[part]["mean"] for told in every]
-        beyond = sum(told[part]["mean"] > 2 * told[part]["standard error"] for told in every)
+        beyond = sum(abs(told[part]["mean"]) > 2 * told[part]["standard error"] for told in every)
         want = (
             pinned[part]["mean"],
             pinned[part]["standard error"],
+            gpu[part]["mean"],
+            gpu[part]["standard error"],
             sum(means) / len(means),
             min(means),
             max(means),

@@ -6,6 +6,7 @@ Hypothesis makes the cases and shrinks them (https://hypothesis.readthedocs.io).
 from __future__ import annotations
 
 import json
+import math
 import queue
 import re
 import signal
@@ -182,7 +183,7 @@ def _is_expected(row: Mapping[str, Any], plan: Plan, release: Release) -> bool:
 
 
 def hunt(asked: Pool, *, seed: int, seconds: float, say: Callable[[str], None]) -> Report:
-    """Try cases until the time is over. The same seed tries the same cases, in the same order."""
+    """Try cases until the time is over, or each was tried. The same seed tries the same cases, in the same order."""
     from hypothesis import HealthCheck, Phase, find, settings
     from hypothesis import strategies as st
     from hypothesis.errors import NoSuchExample
@@ -190,7 +191,7 @@ def hunt(asked: Pool, *, seed: int, seconds: float, say: Callable[[str], None]) 
     space = asked.told["space"]
     report = Report(seed=seed, file=asked.told["file"], evidence=asked.told["evidence"], space=space)
     started = time.monotonic()
-    known: dict[tuple[tuple[str, int], ...], dict[str, Any]] = {}
+    known: dict[tuple[int, ...], dict[str, Any]] = {}
     # Half of all options are as in the plainest case: one where many are not fails for what is known.
     strategy = st.fixed_dictionaries({name: st.just(0) | st.integers(0, len(values) - 1) for name, values in space.items()})
     rounds = settings(
@@ -202,8 +203,11 @@ def hunt(asked: Pool, *, seed: int, seconds: float, say: Callable[[str], None]) 
         suppress_health_check=list(HealthCheck),
     )
 
+    def key_of(choice: Mapping[str, int]) -> tuple[int, ...]:
+        return tuple(choice[name] for name in space)  # Hypothesis gives them in any order.
+
     def judged(choice: Mapping[str, int]) -> dict[str, Any]:
-        key = tuple(choice.items())
+        key = key_of(choice)
         if key not in known:
             options = {name: space[name][i] for name, i in choice.items()}
             known[key] = answer = asked.ask(options, cover=len(known) % 10 == 0)
@@ -217,7 +221,7 @@ def hunt(asked: Pool, *, seed: int, seconds: float, say: Callable[[str], None]) 
 
     def is_new(choice: Mapping[str, int]) -> bool:
         # Hypothesis asks the least case again at the end, and takes another answer for a flaky one.
-        if time.monotonic() - started > seconds and tuple(choice.items()) not in known:
+        if time.monotonic() - started > seconds and key_of(choice) not in known:
             return False
         answer = judged(choice)
         return answer["ok"] is False and not any(_explains(find, choice, answer, space) for find in report.finds)
@@ -236,6 +240,10 @@ def hunt(asked: Pool, *, seed: int, seconds: float, say: Callable[[str], None]) 
             try:
                 keep(find(strategy, is_new, settings=rounds, random=Random(f"{seed} {number}")))
             except NoSuchExample:
+                if len(known) == math.prod(map(len, space.values())) and not any(
+                    is_new(dict(zip(space, key, strict=True))) for key in known
+                ):
+                    break
                 if time.monotonic() - told > 15:
                     told = time.monotonic()
                     say(f"{sum(report.ended.values())} cases, {time.monotonic() - started:.0f} s")
