@@ -119,7 +119,9 @@ def test_ctrl_c_keeps_what_was_found(asked):
 def test_the_same_seed_finds_the_same_in_the_same_order(asked):
     said = [[], []]
     for lines in said:
-        hunt.hunt(asked(), seed=3, seconds=60, say=lambda line, lines=lines: lines.append(line) if "cases" not in line else None)
+        hunt.hunt(
+            asked(), seed=3, seconds=60, say=lambda line, lines=lines: lines.append(line) if "cases" not in line else None
+        )
     assert said[0] == said[1]
 
 
