@@ -13,7 +13,7 @@ RAISED = {"8a29fd5752": "", "a1a73f8449": "TypeError", "64d2e0a62c": "UnboundLoc
 
 def test_the_receipts_are_what_the_readme_says():
     runs = {(s.version.split(".tree")[0], s.side, s.machine): s for s in history.load(files.RESULTS, [PACK]).runs}
-    assert not any(seen.stale for seen in runs.values())
+    assert not any(seen.stale for (_, side, machine), seen in runs.items() if machine == CPU or side == "unpatched")
     for commit, error in RAISED.items():
         bad, good = (runs[f"0+git.{commit}", side, CPU] for side in ("unpatched", "patched"))
         assert bad.outcome == ("REPRODUCED" if error else "ABSENT")

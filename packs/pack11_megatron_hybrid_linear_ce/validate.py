@@ -28,27 +28,43 @@ LIMIT = 1e-5
 gpu = torch.cuda.is_available()
 
 
-def ready():
-    """The dispatcher's answer for this GPU, or for a Hopper where there is none, is made once, and kept: what it says of it."""
-    given = {"is_available": lambda: True, "current_device": lambda: 0, "get_device_capability": lambda *_: (9, 0)}
+def ready(capability=None):
+    """The dispatcher's answer for that compute capability, else this GPU's, or a Hopper's where there is none; made once, and kept: what it says of it."""
+    fused = importlib.import_module(FUSED)
+    fused.Platform._instance = None
+    fused._get_platform.cache_clear()
+    given = {
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "get_device_capability": lambda *_: capability or (9, 0),
+    }
     if not gpu:
         # Marks for a profiler, which a CPU build of torch does not have.
         torch.cuda.nvtx = mock.MagicMock()
     with (
-        mock.patch.multiple(torch.cuda, **{"is_available": lambda: True} if gpu else given),
+        mock.patch.multiple(torch.cuda, **{"is_available": lambda: True} if gpu and not capability else given),
         warnings.catch_warnings(record=True) as said,
     ):
         warnings.simplefilter("always")
         for _ in range(2):
-            importlib.import_module(FUSED)._get_platform()
+            fused._get_platform()
     return [str(each.message) for each in said if "cross entropy" in str(each.message)]
 
 
 def fallback():
-    """Told once, with its reason."""
-    said = ready()
-    right = len(said) == 1 and "unfused" in said[0] and "compute capability" in said[0]
-    check("trigger", f"the dispatcher warns once that the loss is not fused, and why: {said}", right)
+    """Told once, with its reason: on every GPU that has no fused kernels, and where what they need is not there."""
+    for capability in ((7, 5), (8, 6), (11, 0), (12, 1), (10, 0), (10, 3), None):  # this machine's is what counts from then on
+        said, name = ready(capability), "{}.{}".format(*capability) if capability else "this machine's"
+        right = (
+            len(said) == 1
+            and "unfused" in said[0]
+            and ("cutlass" if name.startswith("10.") else "compute capability") in said[0].lower()
+        )
+        check(
+            "trigger",
+            f"compute capability {name}: the dispatcher warns once that the loss is not fused, and why: {said}",
+            right,
+        )
 
 
 def inputs(device, shift=0.0, dtype=torch.float32, sizes=(S * B, H, V)):
@@ -60,7 +76,13 @@ def inputs(device, shift=0.0, dtype=torch.float32, sizes=(S * B, H, V)):
     weight = torch.randn(vocabulary, hidden_size, device=device).mul_(hidden_size**-0.5)
     weight[-PADDED:] = 0  # logits of 0, as Megatron pads a vocabulary
     hidden[..., 0], weight[:, 0] = 1.0, shift
-    return hidden.to(dtype), weight.to(dtype), torch.randint(0, vocabulary - PADDED, shape, device=device)
+    labels = torch.randint(0, vocabulary - PADDED, shape, device=device)
+    # The first and last rows of chunks and of ranks, after those that a case ignores.
+    edges = [base + at for base in (0, vocabulary // 2) for at in (0, 4095, 4096, 8191, 8192, vocabulary // 2 - 1)]
+    edges = [vocabulary - PADDED - 1, vocabulary // 4 - 1, vocabulary // 4, *edges]
+    edges = torch.tensor([row for row in edges if row < vocabulary - PADDED][: labels.numel() - 6], device=device)
+    labels.view(-1)[6 : 6 + len(edges)] = edges
+    return hidden.to(dtype), weight.to(dtype), labels
 
 
 def off(got, want):
@@ -97,7 +119,7 @@ def function(name, device, group=None, rank=0, world=1, parallel=False, reductio
         rounded = [F.cross_entropy(logits, labels.flatten(), reduction=reduction, ignore_index=ignore)]
         rounded += [b.to(hidden.dtype) for b in want[1:]]
         errors = [e / off(a, b) for e, a, b in zip(errors, rounded, want, strict=True)]
-    logits = watch.count if weight.shape[0] > 5000 else 0  # else one chunk is all of them
+    logits = watch.count if weight.shape[0] > 5000 else None  # one chunk is all of them
     return {
         "name": name,
         "errors": errors,
@@ -144,7 +166,7 @@ def of_model(name, kind, device, rank=0, world=1, impl="linear", dtype=torch.flo
         right = exact(hidden, weight, labels.t(), outer.t(), scale=more.get("mup_output_mult", 1.0))
         dH = right[1].chunk(world)[rank] if more.get("sequence_parallel") else right[1]
         want = right[0], dH, right[2].chunk(world)[rank]
-    found = {"name": f"{kind}, {name}", "errors": list(map(off, got, want)), "logits": logits if impl == "linear" else 0}
+    found = {"name": f"{kind}, {name}", "errors": list(map(off, got, want)), "logits": logits if impl == "linear" else None}
     if dtype != torch.float32:
         rounded = F.cross_entropy((hidden.flatten(0, 1) @ weight.t()).double(), labels.t().flatten(), reduction="none")
         scales = [off(a, b) for a, b in zip((rounded, *(t.to(dtype) for t in want[1:])), want, strict=True)]
@@ -211,9 +233,11 @@ def of_ranks(file, backend, kinds):
             for reduction in ("none", "sum", "mean"):
                 found += [function(f"{way}, {reduction}", device, group, reduction=reduction, **more)]
             found += [function(f"{way}, none, logits around -128", device, group, shift=-128.0, **more)]
+            found += [function(f"{way}, none, bf16", device, group, dtype=torch.bfloat16, **more)]
             more = {"tensor_model_parallel_size": 2, "sequence_parallel": way.startswith("SP"), **given}
             for kind in kinds if world == 2 else ():
                 found += [of_model(way, kind, device, **more), of_model(f"{way}, tied", kind, device, share=True, **more)]
+                found += [of_model(f"{way}, bf16", kind, device, dtype=torch.bfloat16, **more)]
     Path(f"{file}.{torch.distributed.get_rank()}").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 
@@ -237,10 +261,12 @@ def judge(found, where):
     for what, error in zip(("loss", "dH", "dW"), found["errors"], strict=False):
         name = f"{where}: {found['name']}: {what}"
         if "bfloat16" in found.get("dtype", ""):
-            check("trigger", f"{name} is off by {error:.1f} roundings, at most 2", error <= 2)
+            most = 2 if where == "one rank" else 2.5  # a rank may hold half of the few tokens
+            check("trigger", f"{name} is off by {error:.1f} roundings, at most {most}", error <= most)
         else:
             check("trigger", f"{name}, against {found.get('against', 'fp64')}", error=error, limit=limit)
-    check("trigger", f"{where}: {found['name']}: makes no tensor of its logits' size", not found["logits"])
+    if found["logits"] is not None:
+        check("trigger", f"{where}: {found['name']}: makes no tensor of its logits' size", not found["logits"])
     if "fp32" in found:
         check("trigger", f"{where}: {found['name']}: the loss is fp32", found["fp32"])
     if "again" in found:

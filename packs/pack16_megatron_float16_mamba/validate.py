@@ -1,18 +1,25 @@
 """The deep check of a fix of pack16: the wrapped module is what it would be without the marks, but for what is marked.
 
-Runs after repro.py on the patched side, in bf16 and fp16: every parameter and buffer, tied parameters, attributes that other parts of Megatron
-read, a mixer that was built in fp32, what the wrapper does with inputs and outputs, and the marks taken off again.
+Runs after repro.py on the patched side, in bf16 and fp16: every parameter and buffer, which stay the objects that they were (tied, frozen, not
+saved), attributes that other parts of Megatron read, mixers that were built in fp32, what the wrapper does with inputs and outputs, and the
+marks taken off again.
 """
+
+import functools
+import inspect
+from unittest import mock
 
 import torch
 from repro import KEPT, check, config_of, device, finish, layers, release
 
 
 def model(mamba_mixer, mamba3, config):
-    """The layers of repro.py with buffers, a tied parameter and integers."""
+    """The layers of repro.py with buffers, one of them not saved, tied and frozen parameters, and integers."""
     built = torch.nn.ModuleDict({name.replace(" ", "_"): layer for name, layer in layers(mamba_mixer, mamba3, config).items()})
     linear = built["Linear_in_fp32"]
-    linear.tied = built["MambaMixer"].D
+    linear.tied, linear.twin = built["MambaMixer"].D, linear.weight
+    linear.frozen = torch.nn.Parameter(torch.rand(5, device=device), requires_grad=False)
+    linear.register_buffer("unsaved", torch.rand(7, device=device), persistent=False)
     linear.register_buffer("plain", torch.rand(7, device=device))
     linear.register_buffer("marked", torch.rand(7, device=device))
     linear.register_buffer("count", torch.arange(3, device=device))
@@ -41,6 +48,7 @@ def main():
         config = config_of(dtype)
         built = model(mamba_mixer, mamba3, config)
         was = {n: (t.detach().clone(), {k: v for k, v in vars(t).items() if k != "grad"}) for n, t in state(built).items()}
+        objects, saved = dict(built.named_parameters(remove_duplicate=False)), list(built.state_dict())
         wrapped = module.Float16Module(config, built)
         now = state(wrapped.module)
         check("control", f"{dtype}: {len(was)} tensors, {len(marked)} of them marked", marked < set(was) == set(now))
@@ -51,10 +59,22 @@ def main():
         check("trigger", f"{dtype}: the other {len(cast)} are cast, and nothing else", right)
         same = all(vars(now[n]) == attributes for n, (_, attributes) in was.items())
         check("trigger", f"{dtype}: attributes are kept (tensor_model_parallel, partition_dim, …)", same)
-        tied = wrapped.module["Linear_in_fp32"].tied is wrapped.module["MambaMixer"].D
-        check("trigger", f"{dtype}: a tied parameter is still tied", tied)
+        same = all(now[n] is parameter for n, parameter in objects.items())
+        check("trigger", f"{dtype}: parameters are the objects that they were: tied ones still are, optimizers know them", same)
+        trained = [n for n in objects if now[n].requires_grad]
+        check("trigger", f"{dtype}: all but one are trained", trained == [n for n in objects if n != "Linear_in_fp32.frozen"])
+        check("trigger", f"{dtype}: state_dict() has the names that it had", list(wrapped.module.state_dict()) == saved)
 
         config.params_dtype = torch.float32
+        if "D_has_hdim" in inspect.signature(mamba_mixer.MambaMixer).parameters:
+            config.perform_initialization = False  # values are what the memory held
+            wide = functools.partial(mamba_mixer.MambaMixer, D_has_hdim=True)
+            with mock.patch.object(mamba_mixer, "MambaMixer", wide):
+                mixer = layers(mamba_mixer, mamba3, config)["MambaMixer"]
+            config.perform_initialization = True
+            module.Float16Module(config, mixer)
+            found = {n for n, p in mixer.named_parameters() if p.dtype == torch.float32}
+            check("trigger", f"{dtype}: also with D_has_hdim and without initialization", found == set(KEPT["MambaMixer"]))
         mixer = torch.nn.ModuleDict({"mixer": layers(mamba_mixer, mamba3, config)["MambaMixer"]})
         values = {n: p.detach().clone() for n, p in mixer.named_parameters()}
         module.Float16Module(config, mixer)

@@ -136,6 +136,13 @@ def main():
             both = [outcome(lambda *given, f=f, by=smoothing: f(*given, by), logits, labels, gradient) for f in (plain, as_was)]
             same = all(torch.equal(a, b) for a, b in zip(*both, strict=True))
             check("trigger", f"{name}: the unfused one with label smoothing of {smoothing} is the release's, bit for bit", same)
+    given = {name: inputs(dtype, 16, 3, 1001) for name, dtype in DTYPES.items()}
+    leaves = {name: logits.clone().requires_grad_() for name, (logits, *_) in given.items()}
+    losses = {name: fixed(leaf + 0, given[name][1]) for name, leaf in leaves.items()}
+    for name, loss in losses.items():
+        loss.backward(given[name][2].to(loss.dtype))
+        same = torch.equal(leaves[name].grad, outcome(fixed, *given[name])[1])
+        check("trigger", f"{name}: the same gradient where other dtypes go forward in between", same)
     right = outcome(definition, *inputs(torch.float32, 16, 3, 1001))[1]
     off = error(outcome(released, *inputs(torch.float32, 16, 3, 1001))[1], right)
     check("control", "as released the gradient of fp32 logits is wrong: what is compared with is the release", off > 1e-4)
