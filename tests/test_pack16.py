@@ -30,7 +30,7 @@ def test_the_receipts_are_what_the_readme_says():
     for machine in ("linux-x86_64-cpu", "linux-x86_64-nvidia-h200"):
         bad, good = (runs["0.19.2", side, machine, ""] for side in ("unpatched", "patched"))
         assert not bad.stale
-        assert not good.stale or "h200" in machine and "are of an earlier validate.py, and count as stale" in readme
+        assert not good.stale or ("h200" in machine and "are of an earlier validate.py, and count as stale" in readme)
         old, new = (seen.document().facts.metrics for seen in (bad, good))
         assert not any(found["cast"] for found in new.values())
         assert all(name in row for found in old.values() for name in found["cast"])

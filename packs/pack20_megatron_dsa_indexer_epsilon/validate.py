@@ -13,7 +13,7 @@ import torch
 from repro import FACTS, NAMES, check, definition, device, errors, finish, inputs, loss_of, outcome, release
 
 SHAPE = 96, 2, 8, 5, 16, 16  # S, B, heads, H, d, D
-LIMIT, BF16 = 1e-4, 3e-3
+LIMIT, BF16 = 1e-4, (1e-4, 3e-3, 3e-3, 3e-3)  # the loss is fp32, gradients are bf16
 
 
 def as_released():
@@ -33,9 +33,9 @@ def as_released():
     return own
 
 
-def compare(role, name, found, limit=LIMIT):
+def compare(role, name, found, limits=(LIMIT,) * 4):
     """One check for each of loss, dq, dweights and dk."""
-    for what, error in zip(NAMES, found, strict=True):
+    for what, error, limit in zip(NAMES, found, limits, strict=True):
         check(role, f"{name}: {what}", error=error, limit=limit)
 
 
@@ -78,7 +78,7 @@ def main():
         found = against(fixed, released, near, change=lambda loss: 5 * loss, sparse=sparse)
         compare("trigger", f"as the release, the loss times 5{name}", found)
         found = against(fixed, released, inputs(*SHAPE, 1, torch.bfloat16), sparse=sparse)
-        compare("trigger", f"as the release, bf16{name}", found, limit=BF16)
+        compare("trigger", f"as the release, bf16{name}", found, BF16)
         torch.distributed.all_reduce, own = all_reduce, torch.distributed.all_reduce
         found = against(fixed, released, near, group=pair, sparse=sparse)
         torch.distributed.all_reduce = own
@@ -87,7 +87,7 @@ def main():
         compare("trigger", f"scores times 16, coefficient -0.3{name}", exact(fixed, far, sparse=sparse, coefficient=-0.3))
         compare("trigger", f"scores times 16, the loss times 5{name}", exact(fixed, far, 5.0, sparse=sparse))
         found = exact(fixed, inputs(*SHAPE, 16, torch.bfloat16), sparse=sparse)
-        compare("trigger", f"scores times 16, bf16{name}", found, limit=BF16)
+        compare("trigger", f"scores times 16, bf16{name}", found, BF16)
         torch.distributed.all_reduce = lambda tensor, **_: tensor.mul_(2)  # the other rank has the same heads
         found = exact(fixed, far, sparse=sparse, group=pair)
         torch.distributed.all_reduce = own
@@ -97,6 +97,7 @@ def main():
     # Padding: keys that are masked for the indexer, and that the target of 0.16 - 0.18 still counts.
     mask = near[5].expand(B, S, S).clone()
     mask[1, :, : S // 4].masked_fill_(torch.ones(S, S // 4, device=device).tril(-S // 4).bool(), float("-inf"))
+    mask[1, -1, S // 4 + 4 :] = float("-inf")  # four keys are left, fewer than the top 8
     for sparse, name in ((False, ""), (True, ", top 8 alone")):
         compare("trigger", f"as the release, masked keys{name}", against(fixed, released, [*near[:5], mask], sparse=sparse))
     finite = outcome(lambda *leaves: loss_of(fixed, *leaves)[0], [*inputs(*SHAPE, 64)[:5], mask])
