@@ -13,7 +13,9 @@ RAISED = {"8a29fd5752": "", "a1a73f8449": "TypeError", "64d2e0a62c": "UnboundLoc
 
 def test_the_receipts_are_what_the_readme_says():
     runs = {(s.version.split(".tree")[0], s.side, s.machine): s for s in history.load(files.RESULTS, [PACK]).runs}
-    assert not any(seen.stale for (_, side, machine), seen in runs.items() if machine == CPU or side == "unpatched")
+    readme = (PACK.folder / "README.md").read_text()
+    gpu_is_old = "are of an earlier validate.py" in readme
+    assert not any(s.stale for (_, side, m), s in runs.items() if not (gpu_is_old and side == "patched" and m != CPU))
     for commit, error in RAISED.items():
         bad, good = (runs[f"0+git.{commit}", side, CPU] for side in ("unpatched", "patched"))
         assert bad.outcome == ("REPRODUCED" if error else "ABSENT")
@@ -30,7 +32,6 @@ def test_the_receipts_are_what_the_readme_says():
         )
         assert len(failed) == 2
         assert runs[seen.version, "patched", CPU].outcome == "ABSENT"
-    readme = (PACK.folder / "README.md").read_text()
     log = runs["0+git.d48bd6be0a", "patched", CPU].log()
     found = re.findall(
         r"^trigger +ok +(one rank|rank \d of 4, gloo): (?:GPTModel|HybridModel), .*, against .*  (\S+) \(", log, re.MULTILINE
