@@ -84,4 +84,6 @@ def test_a_mutant_that_is_not_noticed_is_a_survivor(tmp_path, monkeypatch):
     both = mutants.table([other], {}, text)
     assert text.splitlines()[7] in both and "- pack00, wrong fix, right by chance: ABSENT\n- pack09, dropped, x: ABSENT" in both
     assert mutants.table(found, {}, both) == both
-    assert "Never run as a whole: pack38.\n" in mutants.table(found, {}, both, ["pack00", "pack09", "pack38"])
+    assert "Not run as a whole with the scripts of today: pack38.\n" in mutants.table(
+        found, {}, both, ["pack00", "pack09", "pack38"]
+    )

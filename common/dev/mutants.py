@@ -325,7 +325,7 @@ def table(found: Sequence[Outcome], equivalent: dict[str, dict[str, str]], befor
         f"|---|{'---|' * (len(kinds) + 1)}",
         *sorted(rows),
         "",
-        *([f"Never run as a whole: {', '.join(absent)}.", ""] if absent else ()),
+        *([f"Not run as a whole with the scripts of today: {', '.join(absent)}.", ""] if absent else ()),
         "## Survivors",
         "",
         *(sorted(survivors) or ["None."]),

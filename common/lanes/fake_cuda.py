@@ -7,7 +7,8 @@ What it replaces:
 * ``torch.cuda.stream``: inside, CUDA tensors are fake ones of `torch._subclasses.fake_tensor.FakeTensorMode`, and a question for a value
   is answered with True, or with `NUMBER`;
 * ``torch.cuda.graph``: likewise, and at its end each operation that would have waited for the GPU is an error, as it is while a real
-  stream is captured: file, line and code of each, of the package under test.
+  stream is captured: file, line and code of each, of the package under test;
+* ``torch.distributed.init_process_group("nccl")``: the group is one of torch's fake backend, whose collectives send nothing.
 
 Branches that only other answers reach are not run, and no value is computed: what a graph gives is not known here. The device has to be called "cuda:0": ``.to("cuda")`` does nothing in a CPU build of torch.
 """
@@ -23,6 +24,7 @@ NUMBER = 48
 def prepare() -> None:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import TorchDispatchMode
 
     aten = torch.ops.aten
@@ -63,6 +65,9 @@ def prepare() -> None:
                 if name in (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_):
                     kinds = [i for i in args[1] if i is not None]
                     if any(i.dtype in (torch.bool, torch.uint8) for i in kinds):
+                        number = name is not aten.index and args[2].numel() == 1 and args[2].device.type == "cpu"
+                        if number and len(kinds) == 1 and not (args[3] if len(args) > 3 else kwargs.get("accumulate")):
+                            return args[0]  # ATen's masked_fill_ takes x[mask] = 0, and waits for nothing
                         self.note("boolean index")
                         return args[0].clone() if name is aten.index else args[0]
                     if any(i.device.type == "cpu" for i in kinds):
@@ -103,6 +108,11 @@ def prepare() -> None:
         def __init__(self, *given: object, **named: object) -> None:
             pass
 
+    group = torch.distributed.init_process_group
+    fake = {"backend": "fake", "store": FakeStore()}
+    torch.distributed.init_process_group = lambda backend, **given: group(
+        **{"backend": backend, **given, **(fake if backend == "nccl" else {})}
+    )
     torch.cuda.is_available = lambda: True
     torch.cuda.current_device = lambda: 0
     torch.cuda.get_device_name = lambda *given: "fake"

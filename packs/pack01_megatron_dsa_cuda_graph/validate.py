@@ -4,6 +4,9 @@ Runs after repro.py on the patched side, on CPU tensors with values, on a GPU's 
 """
 
 import argparse
+import ast
+import contextlib
+import datetime
 import importlib
 import inspect
 import itertools
@@ -18,7 +21,9 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from repro import DSA, FACTS, captured, check, finish, helpers, lengths_of, release
+from others import others
+from repro import DSA, FACTS, captured, check, finish, helpers, release
+from torch.overrides import TorchFunctionMode
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--ranks", metavar="FILE", help=argparse.SUPPRESS)
@@ -106,7 +111,14 @@ def packed(layout, device):
             )
 
 
-def cases(dsa, layout, masking, device):
+class OnGPU(TorchFunctionMode):
+    """Tensors say that they are on a GPU."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function == torch.Tensor.is_cuda.__get__ or function(*args, **(kwargs or {}))
+
+
+def cases(dsa, layout, masking, device, on_gpu=False):
     """(function, name of a case) -> what eager code gives or refuses."""
     on = lambda data, dtype=torch.int64: torch.tensor(data, dtype=dtype, device=device)  # noqa: E731
     local = layout.build_packed_allgather_cp_local_positions
@@ -122,7 +134,7 @@ def cases(dsa, layout, masking, device):
             (masking.generate_varlen_mask_params_for_positions, (on(cu), on([0, 1, cu[-1] - 1]))),
         ):
             yield function, f"{cu[-1]} rows", outcome(function, *args)
-    if device == "cpu":  # on a GPU the release does not look
+    if device == "cpu" and not on_gpu:  # where the release does not look
         for cu in ([0, 3, 8], [0, 2, 4], [0, 6, 12]):
             yield local, f"cu_seqlens {cu}", outcome(local, on(cu), 2, 0, on(0).device)
     for cu in (
@@ -181,13 +193,13 @@ def cases(dsa, layout, masking, device):
             yield uniform, f"keys {skv}, cp={cp}", outcome(uniform, 8, skv, cp, group, torch.device(device))
 
 
-def changed(modules, originals):
-    """Functions and classes of the three modules whose text is not the release's, and other files that are not."""
-    for ours, theirs in zip(modules, originals, strict=True):
-        for name, thing in vars(theirs).items():
-            own = inspect.isfunction(thing) or (inspect.isclass(thing) and thing.__module__ == theirs.__name__)
-            if own and inspect.getsource(thing) != inspect.getsource(getattr(ours, name)):
-                yield name
+def changed(modules, originals, compared):
+    """Of the three modules what is not the release's, but for functions that are compared; and other files that are not."""
+    for both in zip(modules, originals, strict=True):
+        bodies = [ast.parse(Path(module.__file__).read_text()).body for module in both]
+        ours, theirs = ([ast.dump(part) for part in body if getattr(part, "name", None) not in compared] for body in bodies)
+        if ours != theirs:
+            yield Path(both[0].__file__).name
     own, released = (Path(each[0].__file__.split("/core/")[0]) for each in (modules, originals))
     known = {Path(module.__file__) for module in modules}
     for file in released.rglob("*.py"):
@@ -197,7 +209,7 @@ def changed(modules, originals):
 
 
 def wide(dsa, layout, masking):
-    """Name -> a call on WIDE's cu_seqlens: 131,072 rows of 64 sequences, on the last of 8 ranks."""
+    """Name -> a call, and WIDE's cu_seqlens: 131,072 rows of 64 sequences, on the last of 8 ranks."""
     order = layout.build_packed_allgather_cp_query_positions_and_key_reorder
 
     def scattered(cu):
@@ -206,19 +218,23 @@ def wide(dsa, layout, masking):
         return mask
 
     return {
-        "64 sequences of 131,072 rows, cp=8: positions and keys": lambda cu: torch.cat(
-            order(cu, cu, 8, 7, cu.device, WIDE[0][-1] // 8)
+        "64 sequences of 131,072 rows, cp=8: positions and keys": (
+            lambda cu: torch.cat(order(cu, cu, 8, 7, cu.device, WIDE[0][-1] // 8)),
+            WIDE,
         ),
-        "131,072 position ids": lambda cu: layout.extract_query_positions_from_position_ids(
-            torch.arange(WIDE[0][-1], device=cu.device).expand(2, -1), WIDE[0][-1], cu.device
+        "131,072 position ids": (
+            lambda cu: layout.extract_query_positions_from_position_ids(
+                torch.arange(WIDE[0][-1], device=cu.device).expand(2, -1), WIDE[0][-1], cu.device
+            ),
+            WIDE,
         ),
-        "top 2048 of 131,072 keys for 512 queries": scattered,
+        "top 2048 of 131,072 keys for 512 queries": (scattered, WIDE),
     }
 
 
 def of_ranks(file):
     """What each of three ranks is told of equal and of unequal lengths, on the CPU, as if on a GPU, and as if while a graph is captured."""
-    torch.distributed.init_process_group("gloo")
+    torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
     dsa, group, rank = importlib.import_module(f"{DSA}.dsa"), torch.distributed.group.WORLD, torch.distributed.get_rank()
     uniform, real, told = dsa._validate_nonpacked_cp_uniform_length, torch.tensor, {}
     for way, device in (
@@ -229,7 +245,13 @@ def of_ranks(file):
         on_cpu = lambda data, device=None, **more: real(data, **more)  # noqa: E731
         capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda way=way: way == "capture")
         with capturing, mock.patch.object(torch, "tensor", on_cpu):
-            for name, sq, skv in (("equal", 8, 24), ("unequal", 6 + 2 * (rank == 2), 18), ("keys", 8, 23)):
+            later = 8 + 2 * (1 - rank)  # lengths that have the sum, and on one rank the length, of those that were equal
+            for name, sq, skv in (
+                ("equal", 8, 24),
+                ("later", later, 24),
+                ("unequal", 6 + 2 * (rank == 2), 18),
+                ("keys", 8, 23),
+            ):
                 told[f"{way}, {name}"] = str(outcome(uniform, sq, skv, 3, group, device))
     Path(f"{file}.{rank}").write_text(json.dumps(told))
     torch.distributed.destroy_process_group()  # whose thread may otherwise end after what it uses, which aborts the process
@@ -241,7 +263,8 @@ def three_ranks():
         words = [sys.executable, *sys.orig_argv[1:], "--ranks", f"{folder}/found"]
         done = subprocess.run([*run, *words], capture_output=True, text=True, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"})
         if done.returncode:
-            sys.exit(done.stderr[-4000:])
+            print(done.stderr[-4000:], file=sys.stderr)
+            return []
         return [json.loads(Path(folder, f"found.{rank}").read_text()) for rank in range(3)]
 
 
@@ -251,11 +274,15 @@ def main():
     dsa = modules[0]
     check("control", "the release's modules are others", modules[1].__file__ != originals[1].__file__)
     tested = set()
-    for device, capturing in (("cpu", False), ("cpu", True), ("cuda:0", False))[: 2 + REAL]:
+    for device, way in (("cpu", ""), ("cpu", "on a GPU"), ("cpu", "a graph were captured"), ("cuda:0", ""))[: 3 + REAL]:
         worst, count = {}, {}
-        with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing):
-            found = list(cases(*modules, device))
-        for ours, theirs in zip(found, cases(*originals, device), strict=True):
+        on_gpu, capturing = way == "on a GPU", way == "a graph were captured"
+        said = OnGPU() if on_gpu else contextlib.nullcontext()
+        with said, mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing):
+            found = list(cases(*modules, device, on_gpu))
+        with said:
+            right = list(cases(*originals, device, on_gpu))
+        for ours, theirs in zip(found, right, strict=True):
             name = ours[0].__name__
             tested.add(name)
             count[name] = count.get(name, 0) + 1
@@ -263,29 +290,31 @@ def main():
                 worst.setdefault(name, ours[1])
         for name, number in count.items():
             said = f", but for {worst[name]}" if name in worst else ""
-            where = f"{device}{', as if a graph were captured' if capturing else ''}"
+            where = f"{device}{', as if ' * bool(way)}{way}"
             check("trigger", f"{name}, {number} cases, {where}: as the release's{said}", name not in worst)
-        if capturing:
+        if way:
             continue
         right = list(packed(modules[1], device))
         wrong = [name for name, good in right if not good]
         said = f"wrong: {wrong[0]}" if wrong else "right"
         check("trigger", f"packed rows by the definition of zigzag order, {len(right)} cases, {device}: {said}", not wrong)
-    other = sorted(set(changed(modules, originals)) - tested)
-    check("trigger", f"no function that is not compared is changed: {other or 'none'}", not other)
+    other = sorted(set(changed(modules, originals, tested)))
+    check("trigger", f"nothing is changed but functions that are compared: {other or 'nothing'}", not other)
     if hasattr(dsa, "_validate_nonpacked_cp_uniform_length"):
-        for rank, told in enumerate(three_ranks()):
+        ran = three_ranks()
+        check("trigger", "three ranks ran to the end", len(ran) == 3)
+        for rank, told in enumerate(ran):
             for way, said in told.items():
                 where, _, what = way.partition(", ")
-                right = {"equal": said == "[None]", "unequal": "[6, 6, 8]" in said, "keys": "key length 23" in said}[what]
-                if (where, what) == ("capture", "unequal"):
+                lengths = {"later": "[10, 8, 6]", "unequal": "[6, 6, 8]", "keys": "key length 23"}
+                right = said == "[None]" if what == "equal" else lengths[what] in said
+                if where == "capture" and what in ("later", "unequal"):
                     continue  # what the others have is not looked at
                 check("trigger", f"rank {rank} of 3, {way} lengths: {said[:90]}", right)
-    for made in (helpers, wide):
+    for made in (helpers, others, wide):
         released = made(*originals)
-        for name, call in made(*modules).items():
-            pair = WIDE if made is wide else lengths_of(name)
-            said = captured(call, pair, released[name])
+        for name, (call, lengths) in made(*modules).items():
+            said = captured(call, lengths, released[name][0])
             check(
                 "trigger",
                 f"{name}: {said or 'captured, and replayed as the release does it eagerly' if REAL else 'captured'}",

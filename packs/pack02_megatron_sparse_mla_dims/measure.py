@@ -4,7 +4,7 @@ import importlib
 import os
 
 import torch
-from repro import DSA, FACTS, finish, parser, release
+from repro import DSA, FACTS, finish, release
 
 
 def peak(function, S, **known):
@@ -40,5 +40,4 @@ def main():
 
 
 if __name__ == "__main__":
-    parser.parse_args()
     main()

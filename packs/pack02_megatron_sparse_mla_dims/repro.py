@@ -9,64 +9,49 @@ Without a GPU the kernels' launches are replaced, and what they are built for is
 attention in fp64. Exits with 10 (BUG_REPRODUCED: a shape that the kernels can do is not fused), 0 (BUG_ABSENT) or 125 (neither).
 """
 
-import argparse
 import importlib
 import warnings
-from importlib.metadata import version
+from functools import partial
+from importlib.metadata import distribution
 
 import torch
 
-parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 DSA = "megatron.core.transformer.experimental_attention_variant"
 SCALE = 0.05  # MLA's is that of its heads before they are absorbed, and not total ** -0.5
 device = "cuda" if torch.cuda.is_available() else "cpu"
-launched = []  # what kernels were built for: name, heads, value channels, other channels, top-k, scale
+launched, SIZES = [], ("heads", "dim", "tail_dim", "topk", "kv_group", "sm_scale")  # that kernels were built for
 
 
 def release():
     """The release's dispatcher. Where there is no GPU its launches are replaced: they give zeros of the right shape."""
     warnings.filterwarnings("ignore")
-    try:
-        names = "tilelang_sparse_mla_fwd", "tilelang_sparse_mla_bwd", "tilelang_dsa"
-        fwd, bwd, tilelang_dsa = (importlib.import_module(f"{DSA}.ops.{name}") for name in names)
-    except ModuleNotFoundError as error:
-        if not str(error.name).startswith("megatron.core."):
-            raise
+    found = distribution("megatron-core")
+    if not found.locate_file(f"{DSA.replace('.', '/')}/ops/tilelang_dsa.py").exists():
         finish("UNTESTABLE", "no-api")
-    if tilelang_dsa.SparseMLA is None:
-        raise ImportError("SparseMLA needs TileLang: pip install tilelang==0.1.8")
+    importlib.import_module("tilelang")  # which SparseMLA needs
+    fwd, bwd, dsa = (importlib.import_module(f"{DSA}.ops.tilelang_{n}") for n in ("sparse_mla_fwd", "sparse_mla_bwd", "dsa"))
     gpu = "device:sm_{}{}".format(*torch.cuda.get_device_capability()) if device == "cuda" else "source"
-    FACTS.update(file=tilelang_dsa.__file__, version=version("megatron-core"), evidence=gpu)
+    FACTS.update(file=dsa.__file__, version=found.version, evidence=gpu)
     if device == "cuda":
-        return tilelang_dsa
+        return dsa
 
-    def forward(**given):
-        launched.append(("forward", given["heads"], given["dim"], given["tail_dim"], given["topk"], given["sm_scale"]))
-        return lambda q, kv, indices: (q.new_zeros(*q.shape[:3], given["dim"]), q.new_zeros(q.shape[:3], dtype=torch.float32))
+    def build(name, kernel, *given, **named):
+        launched.append((name, *given[:6], *(named[size] for size in SIZES if named)))
+        return kernel
 
-    def preprocess(*given):
-        launched.append(("delta", *given))
-        return lambda o, do: o.new_zeros(o.shape[:3], dtype=torch.float32)
-
-    def backward(heads, dim, tail, topk, group, scale, *_):
-        launched.append(("backward", heads, dim, tail, topk, scale))
-        return lambda q, kv, do, indices, lse, delta, dkv: torch.zeros_like(q)
-
-    def postprocess(*given):
-        launched.append(("dkv", *given))
-        return lambda dkv: dkv.to(torch.bfloat16)
-
-    fwd._get_sparse_mla_fwd_kernel, bwd._get_bwd_kernel = forward, backward
-    bwd._get_preprocess_kernel, bwd._get_postprocess_kernel = preprocess, postprocess
-    return tilelang_dsa
+    rows = lambda o, *_: o.new_zeros(o.shape[:3], dtype=torch.float32)  # noqa: E731
+    fwd._get_sparse_mla_fwd_kernel = partial(build, "forward", lambda q, *_: (0 * q[..., : launched[-1][2]], rows(q)))
+    bwd._get_preprocess_kernel = partial(build, "delta", rows)
+    bwd._get_bwd_kernel = partial(build, "backward", lambda q, *_: torch.zeros_like(q))
+    bwd._get_postprocess_kernel = partial(build, "dkv", lambda dkv: dkv.to(torch.bfloat16))
+    return dsa
 
 
 def inputs(total, S=256, B=2, heads=64, topk=64):
     """query [S, B, heads, total] and key [S, B, 1, total] bf16; causal top-k indices [B, S, topk], -1 for none, one row without a key."""
     torch.manual_seed(0)
     query, key = (torch.randn(S, B, n, total, device=device).to(torch.bfloat16).requires_grad_() for n in (heads, 1))
-    later = torch.ones(S, S, device=device).triu(1).bool()
-    indices = torch.rand(B, S, S, device=device).masked_fill(later, -1).argsort(-1, descending=True)[..., :topk]
+    indices = torch.rand(B, S, S, device=device).tril().argsort(-1, descending=True)[..., :topk]
     indices = indices.masked_fill(indices > torch.arange(S, device=device)[:, None], -1)
     indices[:, 5] = -1
     return query, key, indices
@@ -74,36 +59,31 @@ def inputs(total, S=256, B=2, heads=64, topk=64):
 
 def definition(query, key, indices, value):
     """Attention of each row over its keys, dense; a row without keys is zero. [S, B, heads, value]."""
-    chosen = torch.zeros(*indices.shape[:2], key.shape[0] + 1, dtype=torch.bool, device=device)
-    chosen.scatter_(-1, torch.where(indices < 0, key.shape[0], indices), True)
+    chosen = (indices[..., None] == torch.arange(len(key), device=device)).any(-2)
     scores = torch.einsum("sbhd,tbd->bhst", query, key[:, :, 0]) * SCALE
-    weights = scores.masked_fill(~chosen[:, None, :, :-1], float("-inf")).softmax(-1).nan_to_num(0.0)
+    weights = scores.masked_fill(~chosen[:, None], float("-inf")).softmax(-1).nan_to_num(0.0)
     return torch.einsum("bhst,tbd->sbhd", weights, key[:, :, 0, :value])
 
 
 def judge(tilelang_dsa, role, total, value, **sizes):
     """Whether a shape runs fused, and rightly: out, dq and dkv against fp64; on a CPU what the launches were built for."""
     query, key, indices = inputs(total, **sizes)
-    heads, name = query.shape[2], f"{total} channels, {value} of value, {query.shape[2]} heads"
+    name = f"{total} channels, {value} of value, {query.shape[2]} heads"
     launched.clear()
     out = tilelang_dsa.fused_sparse_mla_absorbed(query, key, indices, SCALE, value)
     if out is None:
         return check(role, f"{name}: runs fused", False)
-    gradient = torch.randn_like(out)
-    out.backward(gradient)
+    out.backward(gradient := torch.randn_like(out))
     if device == "cpu":
-        n, tail, topk = max(heads, 16), total - value, -(-indices.shape[-1] // 64) * 64
-        once, backward = ("forward", n, value, tail, topk, SCALE), ("backward", n, value, tail, topk, SCALE)
-        built = {once, backward, ("delta", n, value), ("dkv", value, tail, 1)}
-        right = set(launched) == built and launched.count(once) == 2 and len(launched) == 5
+        sizes = max(query.shape[2], 16), value, total - value, -(-indices.shape[-1] // 64) * 64, 1, SCALE
+        built = [("delta", *sizes[:2]), ("dkv", *sizes[1:3], 1), *((k, *sizes) for k in ("backward", "forward", "forward"))]
         shapes = [out.shape == (*query.shape[:3], value), query.grad.shape == query.shape, key.grad.shape == key.shape]
-        return check(role, f"{name}: forward, recomputation and backward are built for it", right and all(shapes))
+        said = f"{name}: forward, recomputation and backward are built for it"
+        return check(role, said, sorted(launched) == sorted(built) and all(shapes))
     exact = [t.detach().double().requires_grad_() for t in (query, key)]
     right = definition(*exact, indices, value)
     right.backward(gradient.double())
-    for what, got, want in zip(
-        ("out", "dq", "dkv"), (out, query.grad, key.grad), (right, *(t.grad for t in exact)), strict=True
-    ):
+    for what, got, want in ("out", out, right), ("dq", query.grad, exact[0].grad), ("dkv", key.grad, exact[1].grad):
         check(role, f"{name}: {what} against fp64", error=((got - want).norm() / want.norm()).item(), limit=3e-2)
 
 
@@ -172,5 +152,4 @@ sys.excepthook = unexpected
 # --- end of report/1 ---
 
 if __name__ == "__main__":
-    parser.parse_args()
     main()

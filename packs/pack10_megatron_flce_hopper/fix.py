@@ -1,4 +1,4 @@
-"""The fix: GPUs without fused kernels get an unfused fallback that never holds all logits, said once; the epilogues' maximum starts at -inf.
+"""The fix: GPUs without fused kernels get an unfused fallback that never holds all logits, and that is said once.
 
 The fallback has the contract of the fused entry points, tensor and sequence parallelism included. Logits of 4096 vocabulary rows at a time
 are made in the forward, and again in the backward; the maximum and the sum of exponentials are kept in fp32.
@@ -99,27 +99,5 @@ FIX = {
         replace("warnings", r"^import typing\n", "import typing\nimport warnings\n"),
         insert_before("fallback", r"^class Platform:", _FALLBACK),
         replace("choice", r"^        if cc\[0\] == 10:\n(?:.*\n)+?            raise ValueError\(.*\n", lambda _: _CHOICE),
-    ),
-    f"{_FUSIONS}/linear_cross_entropy/blackwell/triton.py": (
-        *(
-            replace(
-                f"{kernel}-start",
-                rf"(def {kernel}\([\s\S]*?global_max = tl)\.zeros\(\(BLOCK_SIZE_M,\), dtype=tl\.float32\)",
-                r'\1.full((BLOCK_SIZE_M,), float("-inf"), dtype=tl.float32)',
-            )
-            for kernel in ("forward_dp_epilogue", "forward_tp_epilogue")
-        ),
-        *(
-            replace(
-                f"{kernel}{name}-mask",
-                rf"(def {kernel}\([\s\S]*? {name}_max = tl\.load\([\s\S]*?)other=0\.0",
-                r'\1other=float("-inf")',
-            )
-            for kernel, name in (
-                ("forward_dp_epilogue", ""),
-                ("forward_tp_epilogue", "_reduced"),
-                ("forward_tp_epilogue", "_original"),
-            )
-        ),
     ),
 }

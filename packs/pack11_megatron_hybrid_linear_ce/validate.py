@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from repro import FACTS, Made, check, finish, model, release, start, training
+from repro import FACTS, check, finish, model, release, training, unexpected
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--ranks", nargs="+", help=argparse.SUPPRESS)
@@ -26,6 +26,29 @@ S, B, H, V, PADDED = 8, 3, 64, 20000, 100  # two and a half of the fallback's ch
 BIG = {"cpu": (64, 256, 151936), "cuda": (2048, 4096, 151936)}  # tokens, hidden size, vocabulary
 LIMIT = 1e-5
 gpu = torch.cuda.is_available()
+
+
+class Made(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts tensors of so many elements that are made, views among them."""
+
+    def __init__(self, elements):
+        super().__init__()
+        self.elements, self.count = elements, 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            self.count += isinstance(tensor, torch.Tensor) and tensor.numel() == self.elements
+        return out
+
+
+def start(backend="gloo", world=1, parallel=1):
+    """The process group, and tensor parallelism over so many ranks."""
+    alone = {} if world > 1 else {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
+    torch.distributed.init_process_group(backend, **alone)
+    sys.excepthook = unexpected  # torch's own, set there, would swallow the traceback
+    importlib.import_module("megatron.core.parallel_state").initialize_model_parallel(tensor_model_parallel_size=parallel)
+    importlib.import_module("megatron.core.tensor_parallel").model_parallel_cuda_manual_seed(123)
 
 
 def ready(capability=None):
@@ -55,7 +78,11 @@ def ready(capability=None):
 def fallback():
     """Told once, with its reason: on every GPU that has no fused kernels, and where what they need is not there."""
     for capability in ((7, 5), (8, 6), (11, 0), (12, 1), (10, 0), (10, 3), None):  # this machine's is what counts from then on
-        said, name = ready(capability), "{}.{}".format(*capability) if capability else "this machine's"
+        name = "{}.{}".format(*capability) if capability else "this machine's"
+        try:
+            said = ready(capability)
+        except Exception as error:  # a fix that refuses one
+            said = [f"{type(error).__name__}: {error}"]
         why = "CUTLASS" if name.startswith("10.") else "compute capability"
         right = len(said) == 1 and "unfused" in said[0] and why in said[0]
         name = f"compute capability {name}: the dispatcher warns once that the loss is not fused, and why: {said}"
@@ -93,13 +120,14 @@ def exact(hidden, weight, labels, outer, reduction="none", ignore=-100, scale=1.
     return loss.detach(), *(t.grad for t in leaves)
 
 
-def function(name, device, group=None, rank=0, world=1, parallel=False, reduction="none", ignore=-100, **given):
+def function(name, device, group=None, rank=0, world=1, parallel=False, reduction="none", ignore=-100, flat=False, **given):
     """linear_cross_entropy itself: errors, tensors of the logits' size; bf16 in multiples of what rounding logits, or the result, costs."""
     hidden, weight, labels = inputs(device, **given)
     labels[0, :2] = ignore
     outer = torch.rand(labels.shape if reduction == "none" else (), device=device) + 0.5
     right = exact(hidden, weight, labels, outer, reduction, ignore)
     own = hidden.chunk(world)[rank] if parallel else hidden
+    own = own.flatten(0, 1) if flat else own  # [tokens, H]
     leaves = [own.contiguous().requires_grad_(), weight.chunk(world)[rank].contiguous().requires_grad_()]
     with Made(labels.numel() * weight.shape[0] // world) as watch:
         loss = importlib.import_module(FUSED).linear_cross_entropy(*leaves, labels, group, reduction, ignore, parallel)
@@ -107,7 +135,7 @@ def function(name, device, group=None, rank=0, world=1, parallel=False, reductio
     first = [t.grad.clone() for t in leaves]
     (loss * outer.flatten()).sum().backward()
     again = all(off(t.grad, 2 * g.double()) < 1e-6 for t, g in zip(leaves, first, strict=True))
-    want = right[0], right[1].chunk(world)[rank] if parallel else right[1], right[2].chunk(world)[rank]
+    want = right[0], (right[1].chunk(world)[rank] if parallel else right[1]).view(own.shape), right[2].chunk(world)[rank]
     errors = [off(a, b) for a, b in zip((loss.detach(), *first), want, strict=True)]
     if hidden.dtype != torch.float32:
         logits = (hidden.flatten(0, 1) @ weight.t()).double()
@@ -155,13 +183,14 @@ def of_model(name, kind, device, rank=0, world=1, impl="linear", dtype=torch.flo
         return (loss.detach().t().flatten(), own.grad, leaf.grad), watch.count
 
     got, logits = outcome(impl)
+    fused = impl == "linear" and more.get("cross_entropy_loss_fusion", True)
     if case == "mtp":
         want = [t.double() for t in outcome(None)[0]]
     else:
         right = exact(hidden, weight, labels.t(), outer.t(), scale=more.get("mup_output_mult", 1.0))
         dH = right[1].chunk(world)[rank] if more.get("sequence_parallel") else right[1]
         want = right[0], dH, right[2].chunk(world)[rank]
-    found = {"name": f"{kind}, {name}", "errors": list(map(off, got, want)), "logits": logits if impl == "linear" else None}
+    found = {"name": f"{kind}, {name}", "errors": list(map(off, got, want)), "logits": logits if fused else None}
     if dtype != torch.float32:
         rounded = F.cross_entropy((hidden.flatten(0, 1) @ weight.t()).double(), labels.t().flatten(), reduction="none")
         scales = [off(a, b) for a, b in zip((rounded, *(t.to(dtype) for t in want[1:])), want, strict=True)]
@@ -170,12 +199,15 @@ def of_model(name, kind, device, rank=0, world=1, impl="linear", dtype=torch.flo
     return found | {"against": "the loss that is not fused" if case == "mtp" else "fp64"}
 
 
-def unlabelled(kind, device):
-    """Error of the logits [B, S, V] of a model that is given no labels."""
+def unlabelled(name, kind, device, rank=0, world=1, **more):
+    """Error of the logits [B, S, V] of a model that is given no labels, and is asked for those of all ranks."""
     hidden, weight, _ = inputs(device)
-    made = model(kind, "linear", (H, V)).to(device)
-    made.output_layer.weight.data.copy_(weight)
-    return off(made(None, None, None, decoder_input=hidden), (hidden.double() @ weight.double().t()).transpose(0, 1))
+    made = model(kind, "linear", (H, V), **more).to(device)
+    made.output_layer.weight.data.copy_(weight.chunk(world)[rank])
+    own = hidden.chunk(world)[rank] if more.get("sequence_parallel") else hidden
+    got = made(None, None, None, decoder_input=own, runtime_gather_output=world > 1)
+    right = (hidden.double() @ weight.double().t()).transpose(0, 1)
+    return {"name": f"{kind}, {name}", "errors": [off(got, right) if got.shape == right.shape else None], "logits": None}
 
 
 def peak(kind, impl):
@@ -208,7 +240,7 @@ def peak(kind, impl):
 
 def usable(hybrid):
     """The models whose "linear" loss is asked for: GPTModel, and the hybrid one where a stand-in for the loss is reached and returned."""
-    return ["GPTModel", *[hybrid] * (training(hybrid, "linear", True).said == "a loss")]
+    return ["GPTModel", *[hybrid] * (training(hybrid, "linear", True)[1] == "the fused loss")]
 
 
 def of_ranks(file, backend, kinds):
@@ -229,10 +261,14 @@ def of_ranks(file, backend, kinds):
                 found += [function(f"{way}, {reduction}", device, group, reduction=reduction, **more)]
             found += [function(f"{way}, none, logits around -128", device, group, shift=-128.0, **more)]
             found += [function(f"{way}, none, bf16", device, group, dtype=torch.bfloat16, **more)]
+            found += [function(f"{way}, mean, label 7 ignored", device, group, reduction="mean", ignore=7, **more)]
+            found += [function(f"{way}, hidden states without a batch", device, group, flat=True, **more)]
             more = {"tensor_model_parallel_size": 2, "sequence_parallel": way.startswith("SP"), **given}
             for kind in kinds if world == 2 else ():
                 found += [of_model(way, kind, device, **more), of_model(f"{way}, tied", kind, device, share=True, **more)]
                 found += [of_model(f"{way}, bf16", kind, device, dtype=torch.bfloat16, **more)]
+                if backend == "nccl" or not gpu:  # Megatron gathers them on its GPU
+                    found += [unlabelled(f"{way}, no labels, logits of all ranks", kind, device, **more)]
     Path(f"{file}.{torch.distributed.get_rank()}").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 
@@ -245,7 +281,8 @@ def launched(backend, ranks, kinds):
         env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
         done = subprocess.run([*run, *words], capture_output=True, text=True, env=env)
         if done.returncode:
-            sys.exit(done.stderr[-4000:])
+            print(done.stderr[-4000:], file=sys.stderr)
+            return []
         return [json.loads(Path(folder, f"found.{rank}").read_text()) for rank in range(ranks)]
 
 
@@ -269,24 +306,24 @@ def judge(found, where):
 
 
 def refused(impl, fusion=True, kind="TransformerConfig"):
-    """Whether a configuration refuses an implementation by name."""
+    """Whether a configuration refuses an implementation, by a ValueError that names it and those that it knows; where not, it keeps it."""
     given = {} if kind == "ModelParallelConfig" else {"num_layers": 1, "hidden_size": H, "num_attention_heads": 4}
     core = importlib.import_module("megatron.core" if kind == "ModelParallelConfig" else "megatron.core.transformer")
     try:
-        getattr(core, kind)(**given, cross_entropy_loss_fusion=fusion, cross_entropy_fusion_impl=impl)
-    except (ValueError, AssertionError) as error:
-        return repr(impl) in str(error)
-    return False
+        made = getattr(core, kind)(**given, cross_entropy_loss_fusion=fusion, cross_entropy_fusion_impl=impl)
+    except ValueError as error:
+        return all(repr(name) in str(error) for name in (impl, "native", "te"))
+    return False if (made.cross_entropy_loss_fusion, made.cross_entropy_fusion_impl) == (fusion, impl) else None
 
 
 def configurations(linear):
     known = ["native", "te", *["linear"] * linear]
     for kind in ("TransformerConfig", "MLATransformerConfig", "ModelParallelConfig"):
-        for impl in ("Native", "", None, *["linear"] * (not linear)):
+        for impl in ("Native", "", None, "native2", "nativ", "te ", *["linear"] * (not linear)):
             check("trigger", f"{kind}: cross_entropy_fusion_impl={impl!r} is refused by name", refused(impl, kind=kind))
         for impl in known:
-            check("control", f"{kind}: {impl!r} is not refused", not refused(impl, kind=kind))
-        check("control", f"{kind}: a name that is not used is not refused", not refused("linear", False, kind))
+            check("control", f"{kind}: {impl!r} is taken as it is", refused(impl, kind=kind) is False)
+        check("control", f"{kind}: a name that is not used is not refused", refused("linear", False, kind) is False)
 
 
 def main():
@@ -304,6 +341,7 @@ def main():
     for reduction in ("none", "sum", "mean"):
         judge(function(reduction, device, reduction=reduction), "one rank")
     judge(function("label 7 ignored", device, ignore=7), "one rank")
+    judge(function("hidden states without a batch", device, flat=True), "one rank")
     for shift in (-128.0, 1000.0):
         judge(function(f"logits around {shift:g}", device, shift=shift), "one rank")
     for vocabulary in (1000, 8192):  # less than a chunk, and two of them
@@ -314,7 +352,7 @@ def main():
             function("{} tokens, H={} V={} {}".format(*BIG[device], dtype), device, sizes=BIG[device], dtype=dtype), "one rank"
         )
     for kind in kinds:
-        check("trigger", f"{kind}, no labels: logits", error=unlabelled(kind, device), limit=LIMIT)
+        judge(unlabelled("no labels: logits, not", kind, device), "one rank")
         for name, more in (
             ("plain", {}),
             ("tied embeddings", {"share": True}),
@@ -323,6 +361,7 @@ def main():
             ("packed sequences", {"case": "packed"}),
             ("one MTP head", {"case": "mtp", "mtp_num_layers": 1}),
             ("bf16", {"dtype": torch.bfloat16}),
+            ("no fusion", {"cross_entropy_loss_fusion": False}),
         ):
             judge(of_model(name, kind, device, **more), "one rank")
         # GPTModel raises with it at d48bd6be0a, whatever the loss is: it scales logits that it has not made.
@@ -333,9 +372,11 @@ def main():
                 found | {"errors": found["errors"][: 1 if impl == "native" else 3]}, "one rank"
             )  # its gradients are bf16: pack29
     for backend, ranks in (("gloo", 4), ("nccl", 2)):
-        for rank, found in enumerate(
-            launched(backend, ranks, kinds) if backend == "gloo" or torch.cuda.device_count() > 1 else ()
-        ):
+        if backend == "nccl" and torch.cuda.device_count() < 2:
+            continue
+        ran = launched(backend, ranks, kinds)
+        check("trigger", f"{ranks} ranks, {backend}: all ran to the end", len(ran) == ranks)
+        for rank, found in enumerate(ran):
             for case in found:
                 judge(case, f"rank {rank} of {ranks}, {backend}")
     logits = FACTS["metrics"]["logits, GB"] = 4 * 4096 * 151936 * 2 / 1e9

@@ -4,7 +4,7 @@ import os
 import statistics
 
 import torch
-from repro import D_ATTENTION, FACTS, GIB, HEADS, B, D, H, S, finish, inputs, loss_of, parser, release
+from repro import D_ATTENTION, FACTS, GIB, HEADS, B, D, H, S, finish, inputs, loss_of, release
 from validate import as_released
 
 RUNS, WARM_UP = 10, 2
@@ -60,5 +60,4 @@ def main():
 
 
 if __name__ == "__main__":
-    parser.parse_args()
     main()

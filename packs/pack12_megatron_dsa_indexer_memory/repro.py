@@ -4,41 +4,34 @@
 # ///
 """megatron-core: the loss of the DSA indexer makes [B, heads, S, S] tensors, where what it needs is [B, S, S].
 
-Twice: the scores of all indexer heads in one einsum, and the attention's scores of all attention heads, whose sum is the target. In the
-backward again. Without a GPU the release's Python runs under fake tensors (shapes, no data) and bytes alive are counted; with one it
-runs. Exits with 10 (BUG_REPRODUCED: a peak is over 8 GiB), 0 (BUG_ABSENT) or 125 (neither).
+Twice, and again in the backward: scores of all indexer heads, and of all attention heads, whose sum is the target. Without a GPU
+bytes alive are counted under fake tensors. Exits with 10 (BUG_REPRODUCED: a peak is over 8 GiB), 0 (BUG_ABSENT) or 125 (neither).
 """
 
-import argparse
 import importlib
 import types
-import warnings
-from importlib.metadata import version
+from importlib.metadata import distribution
 
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-# Attention heads as in DeepSeek-V3.2, indexer heads, and the channels of both.
-S, B, HEADS, H, D_ATTENTION, D = 4096, 8, 128, 32, 192, 128
+S, B, HEADS, H, D_ATTENTION, D = 4096, 8, 128, 32, 192, 128  # HEADS of attention as in DeepSeek-V3.2, H of the indexer
 GIB, LIMIT = 2**30, 8  # GiB: 16 tensors [B, S, S] in fp32
 device = "cuda" if torch.cuda.is_available() else "cpu"
+causal = lambda S: torch.full((S, S), float("-inf"), device=device).triu_(1)  # noqa: E731
 alone = types.SimpleNamespace(tp=types.SimpleNamespace(size=lambda: 1))  # tensor-parallel group of one rank
 
 
 def release():
     """The release's module of DeepSeek sparse attention."""
-    warnings.filterwarnings("ignore")
-    try:
-        dsa = importlib.import_module("megatron.core.transformer.experimental_attention_variant.dsa")
-    except ModuleNotFoundError as error:
-        if not str(error.name).startswith("megatron.core."):
-            raise
+    found, name = distribution("megatron-core"), "megatron.core.transformer.experimental_attention_variant.dsa"
+    if not found.locate_file(f"{name.replace('.', '/')}.py").exists():
         finish("UNTESTABLE", "no-api")
+    dsa = importlib.import_module(name)
     gpu = "device:sm_{}{}".format(*torch.cuda.get_device_capability()) if device == "cuda" else "source"
-    FACTS.update(file=dsa.__file__, version=version("megatron-core"), evidence=gpu)
+    FACTS.update(file=dsa.__file__, version=found.version, evidence=gpu, claims={"MEMORY_SAVE_VERIFIED": "peak of"})
     return dsa
 
 
@@ -46,77 +39,59 @@ def inputs(S, B, heads, H, d, D, dtype=torch.float32, size=1.0):
     """q [S, B, H, D], weights [S, B, H], k [S, B, D], which get gradients; query, key [S, B, heads, d]."""
     torch.manual_seed(0)
     shapes = (S, B, H, D), (S, B, H), (S, B, D), (S, B, heads, d), (S, B, heads, d)
-    made = [torch.randn(shape, device=device, dtype=dtype).mul_(size) for shape in shapes]
-    return [t.requires_grad_(i < 3) for i, t in enumerate(made)]
-
-
-def causal(S):
-    return torch.full((S, S), float("-inf"), device=device).triu_(1)
+    return [torch.randn(s, device=device, dtype=dtype).mul_(size).requires_grad_(i < 3) for i, s in enumerate(shapes)]
 
 
 def loss_of(dsa, q, weights, k, query, key, mask=None, scale=None, topk=8, coefficient=1.0, sparse=False, group=alone, more=()):
-    """The indexer's loss and its top-k indices, by the release's own entry; causal as its attention asks for it, if no mask is given.
-
-    0.16 makes the scores in a method of its indexer. From 0.19 on a causal mask is handed on as the bounds of each row's keys.
-    """
+    """The indexer's loss and its top-k indices, by the release's own entry; causal as its attention asks for it, if no mask is given."""
     scale, rows = scale or query.shape[-1] ** -0.5, torch.arange(q.shape[0], device=q.device)
-    mask = mask(len(rows)) if callable(mask) else mask
-    if mask is None and not more:
+    if mask is None and not more:  # from 0.19 on the bounds of each row's keys
         mask, more = (None, (0 * rows, rows + 1)) if hasattr(dsa, "dsa_masking") else (causal(len(rows)), ())
-    if hasattr(dsa, "FusedDSAIndexerLoss"):
-        given = q, weights, k, query, key, scale, topk, coefficient, mask, sparse, group, *more
-        return dsa.FusedDSAIndexerLoss.apply(*given)[::-1]
-    scores = dsa.DSAIndexer._compute_index_scores(None, q, weights, k) + mask
-    picked = scores.topk(topk, -1)[1]
+    if entry := getattr(dsa, "FusedDSAIndexerLoss", None):
+        return entry.apply(q, weights, k, query, key, scale, topk, coefficient, mask, sparse, group, *more)[::-1]
+    picked = (scores := dsa.DSAIndexer._compute_index_scores(None, q, weights, k) + mask).topk(topk, -1)[1]
     return dsa.compute_dsa_indexer_loss(scores, picked, query, key, scale, coefficient, sparse, group), picked
 
 
 def definition(q, weights, k, query, key):
     """KL of the indexer's distribution from the attention's, [B, S, S] both; the mean over rows."""
     mask, scores = causal(len(q)), torch.einsum("sbhd,tbd->bhst", q, k).relu() * weights.permute(1, 2, 0)[..., None]
-    log_index = (scores.sum(1) + mask).log_softmax(-1)
     target = (torch.einsum("sbhd,tbhd->bhst", query, key) * query.shape[-1] ** -0.5 + mask).softmax(-1).mean(1)
-    return F.kl_div(log_index.masked_fill(mask.isinf(), 0), target, reduction="sum") / (q.shape[0] * q.shape[1])
+    log_index = (scores.sum(1) + mask).log_softmax(-1).masked_fill(mask.isinf(), 0)
+    return F.kl_div(log_index, target, reduction="sum") / (q.shape[0] * q.shape[1])
 
 
-def peaks(dsa, **options):
+def peaks(dsa, options=dict):
     """GiB above the inputs at the peak of the forward and of the backward; as far as memory suffices."""
     given, found, fake, tracker = [], [], FakeTensorMode(), MemTracker()
     draw = lambda: given.extend(inputs(S, B, HEADS, H, D_ATTENTION, D, dtype=torch.bfloat16))  # noqa: E731
-    for step in (draw, lambda: given.append(loss_of(dsa, *given, **options)[0]), lambda: given[-1].backward()):
+    for step in (draw, lambda: given.append(loss_of(dsa, *given, **options())[0]), lambda: given[-1].backward()):
         if device == "cpu":
             with fake, tracker:
                 step()
             found.append(next(iter(tracker.get_tracker_snapshot("peak").values()))["Total"] / GIB)
-            continue
-        torch.cuda.reset_peak_memory_stats()
-        try:
-            step()
-        except torch.cuda.OutOfMemoryError:
-            FACTS["metrics"]["out of memory"] = True
-        found.append(torch.cuda.max_memory_allocated() / GIB)
-        if "out of memory" in FACTS["metrics"]:
-            break
+        elif "out of memory" not in FACTS["metrics"]:
+            torch.cuda.reset_peak_memory_stats()
+            try:
+                step()
+            except torch.cuda.OutOfMemoryError:
+                FACTS["metrics"]["out of memory"] = True
+            found.append(torch.cuda.max_memory_allocated() / GIB)
     return [peak - found[0] for peak in found[1:]]
 
 
 def main():
-    dsa = release()
-    given = inputs(48, 2, 8, 5, 16, 16, size=0.3)
-    loss = loss_of(dsa, *given)[0]
-    loss.backward()
+    dsa, given = release(), inputs(48, 2, 8, 5, 16, 16, size=0.3)
     exact = [t.detach().double().requires_grad_(t.requires_grad) for t in given]
-    right = definition(*exact)
-    right.backward()
-    pairs = [(loss, right), *((a.grad, b.grad) for a, b in zip(given[:3], exact, strict=False))]
-    for name, (got, want) in zip(("loss", "dq", "dweights", "dk"), pairs, strict=True):
-        check("control", f"{name} in fp32 against fp64", error=((got - want).norm() / want.norm()).item(), limit=1e-5)
+    losses = (loss_of(dsa, *given)[0], given), (definition(*exact), exact)
+    pairs = zip(*([loss, *torch.autograd.grad(loss, leaves[:3])] for loss, leaves in losses), strict=True)
+    for name, (a, b) in zip(("loss", "dq", "dweights", "dk"), pairs, strict=True):
+        check("control", f"{name} in fp32 against fp64", error=((a - b).norm() / b.norm()).item(), limit=1e-5)
     for name, peak in zip(("forward", "backward"), peaks(dsa), strict=False):
         FACTS["metrics"][f"{name} peak GiB"] = peak
         check("trigger", f"{name}: peak of {peak:.2f} GiB, {LIMIT} at most", peak <= LIMIT)
     if "out of memory" in FACTS["metrics"] and all(row["ok"] for row in CHECKS):
         finish("UNTESTABLE", "oom")
-    FACTS["claims"] = {"MEMORY_SAVE_VERIFIED": "peak of"}
     finish()
 
 
@@ -177,5 +152,4 @@ sys.excepthook = unexpected
 # --- end of report/1 ---
 
 if __name__ == "__main__":
-    parser.parse_args()
     main()

@@ -6,7 +6,7 @@ FSDP2 wants one dtype in each group that it shards; the check is made when the f
 import importlib
 
 import torch
-from repro import FACTS, config_of, device, finish, layers, parser, release
+from repro import FACTS, config_of, device, finish, layers, release
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -32,5 +32,4 @@ def main():
 
 
 if __name__ == "__main__":
-    parser.parse_args()
     main()

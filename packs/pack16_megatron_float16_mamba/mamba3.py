@@ -1,10 +1,14 @@
 """What Mamba3 hands its kernel, by itself and in a Float16Module, and on a GPU whether the kernel takes it. No verdict."""
 
+import argparse
 import sys
 
 import torch
 import triton
-from repro import FACTS, config_of, device, finish, layers, parser, release
+from repro import FACTS, config_of, device, finish, layers, release
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--half", action="store_true", help="fp16 in place of bf16")
 
 
 class Reached(Exception):

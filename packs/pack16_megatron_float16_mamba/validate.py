@@ -23,6 +23,9 @@ def model(mamba_mixer, mamba3, config):
     linear.register_buffer("plain", torch.rand(7, device=device))
     linear.register_buffer("marked", torch.rand(7, device=device))
     linear.register_buffer("count", torch.arange(3, device=device))
+    linear.register_buffer("fp64", torch.rand(3, device=device, dtype=torch.float64))
+    halves = [torch.rand(3, device=device).to(dtype) for dtype in (torch.bfloat16, torch.float16)]
+    linear.halves = torch.nn.ParameterList(halves)
     linear.marked.keep_in_fp32 = True
     return built
 
@@ -75,6 +78,12 @@ def main():
             module.Float16Module(config, mixer)
             found = {n for n, p in mixer.named_parameters() if p.dtype == torch.float32}
             check("trigger", f"{dtype}: also with D_has_hdim and without initialization", found == set(KEPT["MambaMixer"]))
+        own, changed = mamba_mixer.MambaMixer, {"layer_number": 2, "rmsnorm": False}
+        with mock.patch.object(mamba_mixer, "MambaMixer", functools.wraps(own)(lambda *a, **k: own(*a, **k | changed))):  # noqa: B023
+            second = layers(mamba_mixer, mamba3, config)["MambaMixer"]
+        module.Float16Module(config, second)
+        found = {n for n, p in second.named_parameters() if p.dtype == torch.float32}
+        check("trigger", f"{dtype}: also in a second layer, without RMSNorm", found == set(KEPT["MambaMixer"]))
         mixer = torch.nn.ModuleDict({"mixer": layers(mamba_mixer, mamba3, config)["MambaMixer"]})
         values = {n: p.detach().clone() for n, p in mixer.named_parameters()}
         module.Float16Module(config, mixer)
