@@ -74,6 +74,8 @@ class Mutants(Struct, forbid_unknown_fields=True):
     at: dict[str, str] = {}
     #: File below site-packages -> functions in it ("Class.method"), with the places of what they return: "f 0 2", or "f".
     poison: dict[str, list[Annotated[str, Meta(pattern=r"^[\w.]+( \d+)*$")]]] = {}
+    #: Why no wrapper that changes nothing is run: of a pack whose checks read the source, and refuse every change of it.
+    wrapper: str = ""
     #: Just over the limit of the pack's checks.
     factor: float = 1.001
     blunt: list[Blunt] = []
@@ -113,6 +115,11 @@ def of(pack: Pack) -> tuple[Mutants, list[Mutant]]:
     return told, [*_dropped(pack, told), *_poisoned(told), *_wrong(told), *_blunted(told)]
 
 
+def left_out(told: Mutants) -> dict[str, str]:
+    """What is not run -> why."""
+    return told.equivalent | ({"same": told.wrapper} if told.wrapper else {})
+
+
 def _dropped(pack: Pack, told: Mutants) -> Iterator[Mutant]:
     fix = load_fix(pack.fix) if pack.fix.is_file() else {}
     names = dict.fromkeys(transform.name for transforms in fix.values() for transform in transforms)
@@ -130,6 +137,8 @@ def _poisoned(told: Mutants) -> Iterator[Mutant]:
             name, *places = function.split(" ")
             for place in places or [""]:
                 for how, formula in POISONS.items():
+                    if how == "same" and told.wrapper:
+                        continue
                     formula = formula.format(factor=told.factor)
                     code = f"poisoned(FIX, {file!r}, {name!r}, {place!r}, {formula!r})"
                     label = f"{name}{f'[{place}]' if place else ''}: {how}"
@@ -321,7 +330,7 @@ def table(found: Sequence[Outcome], equivalent: dict[str, dict[str, str]], befor
         "Every fix broken and every trigger blunted, by `nox -s mutants`, which writes this page: each has to turn its side red. In",
         "front of the poisons of each output stands a wrapper that changes nothing and has to stay green; it is not counted.",
         "",
-        f"| pack | {' | '.join(kinds)} | left out, for it changes no result |",
+        f"| pack | {' | '.join(kinds)} | left out, and why |",
         f"|---|{'---|' * (len(kinds) + 1)}",
         *sorted(rows),
         "",

@@ -5,7 +5,7 @@ Runs after repro.py on the patched side. A refusal is as good as a warning, as i
 
 import repro
 import torch
-from repro import FACTS, calls, check, finish, fp8, inputs, used
+from repro import calls, check, finish, fp8, inputs, used
 
 
 def judged(name, call, given, want):
@@ -30,9 +30,22 @@ def kinds(values):
     yield "another QuantizedTensor", other, known.dequantize()
     base = next(c for c in type(known).__mro__ if c.__name__ in ("Float8TensorStorage", "Float8TensorBase"))
     made = {"data": known._data, "fp8_scale_inv": known._scale_inv, "fp8_dtype": e4m3}
-    if FACTS["version"] >= "2.19" and "fake_dtype" in base.__new__.__code__.co_varnames:
+    if "fake_dtype" in base.__new__.__code__.co_varnames:
         made["fake_dtype"] = torch.bfloat16
     yield "its storage, no torch.Tensor", base(**made), known.dequantize()
+
+
+def reaches(output, leaf):
+    """Whether a backward of ``output`` gives ``leaf`` a gradient: it is among the variables at the ends of the graph."""
+    nodes, seen = [output.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            if getattr(node, "variable", None) is leaf:
+                return True
+            seen.add(node)
+            nodes += [each for each, _ in node.next_functions]
+    return False
 
 
 def padded(tensor):
@@ -55,7 +68,8 @@ def main():
             trains = fp8(q).requires_grad_()
             out = judged(f"{at}: with gradients", call, (trains, k, *rest), (shown(trains.dequantize().detach()), shown(k)))
             first = out[0] if isinstance(out, tuple) else out
-            check("trigger", f"{at}: the output needs a gradient", not isinstance(first, torch.Tensor) or first.requires_grad)
+            refused = not isinstance(first, torch.Tensor)
+            check("trigger", f"{at}: a backward reaches the FP8 tensor", refused or reaches(first, trains))
             _, launched, warned = used(call, q, k, *rest)
             same = len(launched) == 1 and all(map(torch.equal, launched[0], map(padded, turned)))
             check("control", f"{at}: bf16 as it is, and without a warning", same and not warned)

@@ -1,10 +1,12 @@
 """What the forgetting costs; with --others what else goes wrong in te.checkpoint with delayed scaling; with --graphs what runs under CUDA graphs."""
 
+import argparse
+
 import repro
 import torch
-from repro import BLOCKS, FACTS, ROWS, SIZE, finish
+from repro import FACTS, ROWS, SIZE, finish
 
-EVERY, STEPS = 12, 40
+EVERY, STEPS, BLOCKS = 12, 40, 4
 
 
 def saturated(checkpointed):
@@ -18,7 +20,11 @@ def saturated(checkpointed):
         scale = parts[0].fp8_meta["scaling_fwd"].scale[0] if late else 0.0
         beyond += int((x.float().abs() * scale > torch.finfo(torch.float8_e4m3fn).max).sum())
         ones = torch.ones(ROWS, SIZE, device="cuda", dtype=torch.bfloat16)
-        got, upstream = repro.step(parts, recipe, x, ones, checkpointed), ones.double()
+        parts.zero_grad()
+        with repro.te.fp8_autocast(enabled=True, fp8_recipe=recipe):
+            y = repro.forward(parts, x.detach().requires_grad_(), checkpointed)
+        y.backward(ones)
+        got, upstream = parts[0].weight.grad, ones.double()
         for weight in reversed(exact[1:]):
             upstream = upstream @ weight
         want = upstream.t() @ x.double()
@@ -133,8 +139,9 @@ def main(options):
 
 
 if __name__ == "__main__":
-    repro.parser.add_argument("--graphs", action="store_true", help="what runs in a step under CUDA graphs")
-    repro.parser.add_argument("--others", action="store_true", help="other uses that go wrong")
-    options = repro.parser.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--graphs", action="store_true", help="what runs in a step under CUDA graphs")
+    parser.add_argument("--others", action="store_true", help="other uses that go wrong")
+    options = parser.parse_args()
     repro.te, repro.recipes, repro.manager, repro.kernel = repro.release()
     main(options)

@@ -35,7 +35,7 @@ def inputs(i, nan=False):
     return x, gradient
 
 
-def forward(parts, x, checkpointed, how):
+def forward(parts, x, checkpointed=(), how="reentrant"):
     """As repro.forward; "within" is one checkpoint of all, with one in it of the second block."""
     if how != "within" or not checkpointed:
         return repro.forward(parts, x, checkpointed, how)
@@ -126,7 +126,7 @@ def followed():
         x, gradient = data("fwd" if i % EVERY == 0 else None)
         with torch.no_grad():
             parts[0].weight.mul_({3: 8, 4: 1 / 8}.get(i % EVERY, 1))
-        repro.step(parts, recipe(repro.largest), x, gradient)
+        step(parts, recipe(repro.largest), x, gradient)
         for tensor, amaxes in zip((x, parts[0].weight), seen, strict=True):
             amaxes.append(tensor.float().abs().max().item())
         want = torch.tensor([448 / max(amaxes[-LENGTH:]) for amaxes in seen])
@@ -136,12 +136,18 @@ def followed():
     check("trigger", f"scales of input and weight are those of the largest of {LENGTH} steps{until}", wrong is None)
 
 
+def step(parts, fp8, x, gradient, *how):
+    with repro.te.fp8_autocast(enabled=True, fp8_recipe=fp8):
+        y = forward(parts, x.requires_grad_(), *how)
+    y.backward(gradient)
+
+
 def recomputed(how, runs):
     """With a function, too, a checkpointed block runs as often as it has to in each step: ``runs``."""
     parts, ran = repro.blocks(1), []
     parts[0].register_forward_pre_hook(lambda *_: ran.append(torch.is_grad_enabled()))
     for _ in range(2):
-        repro.step(parts, recipe(repro.largest), *data(), (0,), how)
+        step(parts, recipe(repro.largest), *data(), (0,), how)
     check("trigger", f"{how}, function: the block runs {len(ran)} times in two steps, of {2 * len(runs)}", ran == 2 * runs)
 
 
@@ -167,7 +173,7 @@ def by_default():
         replaced(torch.distributed, "is_initialized", lambda: True),
         replaced(torch.distributed, "get_world_size", lambda *_, **__: 2),
     ):
-        repro.step(repro.blocks(), repro.recipes.DelayedScaling(), *data())
+        step(repro.blocks(), repro.recipes.DelayedScaling(), *data())
     if unfused is not None:
         os.environ["NVTE_UNFUSED_FP8_UPDATE"] = unfused
     check("trigger", f"by default: {calls}", calls == ["reduction", "kernel"] * 2)
@@ -192,7 +198,12 @@ def main():
     check("control", "without checkpoints, twice: bitwise the same", alike)
     defined(plain)
     followed()
-    for how, runs in (("reentrant", [False, True]), ("not reentrant", [True, True]), ("nested", [False, False, True])):
+    for how, runs in (
+        ("reentrant", [False, True]),
+        ("not reentrant", [True, True]),
+        ("nested", [False, False, True]),
+        ("three deep", [False, False, False, True]),
+    ):
         recomputed(how, runs)
     by_default()
     for which in ((0,), (1,), (3,), (0, 2), every):
@@ -200,6 +211,8 @@ def main():
     for how in ("not reentrant", "nested"):
         for which in ((0,), (2,), every):
             same(f"blocks {which}, {how}", one, function, checkpointed=which, how=how)
+    for which in ((1,), every):
+        same(f"blocks {which}, three checkpoints deep", one, function, checkpointed=which, how="three deep")
     for how in ("reentrant", "not reentrant", "nested"):
         same(f"two layers a block, {how}", two, function, checkpointed=(0, 1, 2), how=how)
         same(f"two microbatches, {how}", one, function, checkpointed=every, how=how, microbatches=2)
@@ -230,6 +243,5 @@ def doubled(amax, scale, fp8_max, recipe):
 
 
 if __name__ == "__main__":
-    repro.parser.parse_args()
     repro.te, repro.recipes, repro.manager, repro.kernel = repro.release()
     main()

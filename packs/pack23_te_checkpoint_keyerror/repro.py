@@ -10,24 +10,18 @@ to 2.19, #3394). The release's own Linear, autocast, recipe and te.checkpoint ru
 Exits with 10 (BUG_REPRODUCED: any of them), 0 (BUG_ABSENT) or 125 (neither).
 """
 
-import argparse
 import importlib
-import warnings
-from importlib.metadata import distribution
+from importlib.metadata import version
 
 import torch
 
-parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 SIZE, ROWS, STEPS = 32, 64, 3
 
 
 def release():
     """transformer_engine.pytorch, its recipes and its FP8GlobalStateManager."""
-    warnings.filterwarnings("ignore")
-    found = distribution("transformer-engine")
-    FACTS["version"] = found.version
-    if found.version < "2":
-        print("This release has other modules for FP8: transformer-engine 2 and newer are looked at.")
+    FACTS["version"] = version("transformer-engine")
+    if FACTS["version"] < "2":  # which has other modules for FP8
         finish("UNTESTABLE", "no-api")
     try:
         te = importlib.import_module("transformer_engine.pytorch")
@@ -43,63 +37,66 @@ def release():
     return te, importlib.import_module("transformer_engine.common.recipe"), state.FP8GlobalStateManager
 
 
-def trained(checkpointed, inside=False, training=True, **how):
-    """Scale of the input, and after each of three steps the output, and gradients of input and weight; or what is raised."""
+def trained(checkpointed, inside=False, training=True, microbatches=1, **how):
+    """Scale of the input, and after each of three steps the outputs, and gradients of inputs and weight; or what is raised."""
     torch.manual_seed(0)
     manager.reset()
     block = te.Linear(SIZE, SIZE, device="cuda", params_dtype=torch.bfloat16).train(training)
-    recipe, found = recipes.DelayedScaling(amax_history_len=16), []
+    recipe, found, ran = recipes.DelayedScaling(amax_history_len=16), [], []
+    block.register_forward_pre_hook(lambda *_: ran.append(1))
 
     def forward(x):
         with te.fp8_autocast(enabled=True, fp8_recipe=recipe):
-            return block(x)
+            return te.checkpoint(block, x, **how) if checkpointed and not inside else block(x)
 
     try:
         for _ in range(STEPS):
-            x = (1000 * torch.randn(ROWS, SIZE, device="cuda", dtype=torch.bfloat16)).requires_grad_()  # e4m3 ends at 448
+            xs = [
+                1000 * torch.randn(ROWS, SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(microbatches)
+            ]  # e4m3 ends at 448
+            ys = [te.checkpoint(forward, x.requires_grad_(), **how) if inside else forward(x.requires_grad_()) for x in xs]
+            for y in ys:
+                y.backward(torch.randn(ROWS, SIZE, device="cuda", dtype=torch.bfloat16))
+            found += [*(y.detach() for y in ys), *(x.grad for x in xs), block.weight.grad.clone()]
             block.zero_grad()
-            if not checkpointed:
-                y = forward(x)
-            elif inside:
-                y = te.checkpoint(forward, x, **how)
-            else:
-                with te.fp8_autocast(enabled=True, fp8_recipe=recipe):
-                    y = te.checkpoint(block, x, **how)
-            y.backward(torch.randn(ROWS, SIZE, device="cuda", dtype=torch.bfloat16))
-            found += [y.detach(), x.grad, block.weight.grad.clone()]
     except Exception as error:  # what it raises is the finding
         return f"{type(error).__name__}: {error}"
+    times = STEPS * microbatches * (1 + checkpointed)
+    check(
+        "control",
+        f"{'' if checkpointed else 'not '}checkpointed, the block runs {len(ran)} times, of {times}",
+        len(ran) == times,
+    )
     return block.fp8_meta["scaling_fwd"].scale[0].item(), found
 
 
+def wrong(got, want):
+    """What is not bitwise as without te.checkpoint: the error that is raised, or the scale and how far results are off."""
+    if isinstance(got, str):
+        return got
+    off = max(((g.float() - w.float()).norm() / w.float().norm()).item() for g, w in zip(got[1], want[1], strict=True))
+    same = got[0] == want[0] and all(map(torch.equal, got[1], want[1]))
+    return "" if same else f"scale {got[0]:.3g}, not {want[0]:.3g}; off by {off:.2g}"
+
+
 def main():
-    plain, still = trained(False), trained(False, training=False)
+    plain, still, two = trained(False), trained(False, training=False), trained(False, microbatches=2)
     check("control", "without te.checkpoint the scale is updated in training", not isinstance(plain, str) and plain[0] != 1)
     check("control", "without te.checkpoint eval mode has gradients", not isinstance(still, str))
-    outer = {"FP8 around it": {}, "FP8 inside": {"inside": True}, "eval mode": {"training": False}}
-    for name, options in outer.items():
+    for name, want, options in (
+        ("FP8 around it", plain, {}),
+        ("FP8 inside", plain, {"inside": True}),
+        ("FP8 inside, two microbatches", two, {"inside": True, "microbatches": 2}),
+        ("eval mode", still, {"training": False}),
+    ):
         for how in ({}, {"use_reentrant": False}):
-            got, want = trained(True, **options, **how), still if "training" in options else plain
-            if isinstance(got, str):
-                why = got
-            else:
-                errors = [
-                    ((g.float() - w.float()).norm() / w.float().norm()).item() for g, w in zip(got[1], want[1], strict=True)
-                ]
-                why = (
-                    f"scale {got[0]:.3g}, not {want[0]:.3g}; off by {max(errors):.2g}"
-                    if got[0] != want[0] or max(errors)
-                    else ""
-                )
-            case = f"{name}{', use_reentrant=False' if how else ''}"
+            case = f"{name}{', use_reentrant=False' * len(how)}"
+            why = wrong(trained(True, **options, **how), want)
             FACTS["metrics"][case] = why or "right"
             check("trigger", f"{case}: bitwise as without te.checkpoint{why and f' ({why})'}", not why)
             if why:
-                check(
-                    "signature",
-                    "a KeyError of the recomputation, or a scale of 1",
-                    "pos_fwd_recompute'" in why or why.startswith("scale 1,"),
-                )
+                seen = "pos_fwd_recompute'" in why or why.startswith("scale 1,")
+                check("signature", "a KeyError of the recomputation, or a scale of 1", seen)
     finish()
 
 
@@ -160,6 +157,5 @@ sys.excepthook = unexpected
 # --- end of report/1 ---
 
 if __name__ == "__main__":
-    parser.parse_args()
     te, recipes, manager = release()
     main()

@@ -117,6 +117,5 @@ def main():
 
 
 if __name__ == "__main__":
-    repro.parser.parse_args()
     repro.te, repro.recipes, repro.manager = repro.release()
     main()

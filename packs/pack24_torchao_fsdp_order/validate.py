@@ -83,6 +83,14 @@ def cases():
     frozen = sharded(layers(device="meta")).requires_grad_(False)
     frozen.load_state_dict(checkpoint(layers()), assign=True)
     yield "frozen", {"ok": not any(p.requires_grad for p in frozen.parameters())}
+    emulated = repro.ao.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+    model = repro.ao.convert_to_float8_training(layers(device="meta"), config=emulated)
+    for part in (*model, model):
+        fully_shard(part)
+    for part in model:
+        part.set_custom_all_gather(repro.Gather())
+    model.load_state_dict(checkpoint(layers()), assign=True)
+    yield "emulated", step(model, repro.ao.convert_to_float8_training(layers(), config=emulated))
     biased = layers(bias=True)
     model = loaded(checkpoint(biased), start=lambda: layers(device="meta", bias=True))
     found = model.state_dict()

@@ -10,6 +10,7 @@ import errno
 import multiprocessing
 import os
 import shlex
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -173,6 +174,38 @@ def slow(folder):
     check("trigger", f"a compilation of half a minute: {count} calls, 1 needed", (count, failed) == (1, []))
 
 
+def inside(folder):
+    """All that ranks open to write lies in the cache: a lock elsewhere is not seen by other machines, or is another user's."""
+    root = f"{folder}/cache"
+
+    def refuse(event, given):
+        if event == "open" and given[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) and not str(given[0]).startswith(root):
+            raise PermissionError(f"{given[0]} is opened to write")
+
+    with building(lambda build: lambda kernel: sys.addaudithook(refuse) or build(kernel)):
+        count, failed = repro.compiles(folder, [root] * RANKS, 1)
+    name = f"nothing is written outside of the cache: {count} calls, 1 needed{'; ' + failed[0] if failed else ''}"
+    check("trigger", name, (count, failed) == (1, []))
+
+
+def argued(folder):
+    """A kernel with arguments: what a rank finds in the cache names them, and their types. (Of one alone the release writes no tuple.)"""
+    code = 'extern "C" void launch(int n, int m, int& code) { code = n - m; }\n'
+
+    def typed(_):
+        def built(kernel):
+            runtime = repro.compiler.build("k", (("n", int), ("m", int)), code)
+            if runtime(9, 2) != 7 or Path(runtime.path, "kernel.args").read_text() != "('n', int), ('m', int)":
+                raise ValueError("the kernel's arguments are others")
+
+        return built
+
+    with building(typed):
+        count, failed = repro.compiles(folder, [f"{folder}/cache"] * RANKS, 1)
+    name = f"a kernel with arguments: {count} calls, 1 needed{'; ' + failed[0] if failed else ''}"
+    check("trigger", name, (count, failed) == (1, []))
+
+
 def locked(root):
     """Make ``root`` read-only for this process: by a mount of its own, for root, whom modes do not stop; else by its modes."""
     if os.geteuid():
@@ -192,7 +225,7 @@ def main():
         count, failed = repro.compiles(folder, [f"{folder}/cache"] * RANKS)
         check("control", f"{RANKS} ranks have their kernels", not failed)
         check("trigger", f"{RANKS} ranks: {count} calls, {repro.KERNELS} needed", count == repro.KERNELS)
-    for case in (failing, kept, killed, late, at_once, no_locks, read_only, at_home, slow):
+    for case in (failing, kept, killed, late, at_once, no_locks, read_only, at_home, inside, argued, slow):
         with tempfile.TemporaryDirectory() as folder:
             repro.noting(folder)
             case(folder)

@@ -4,45 +4,36 @@
 # ///
 """transformer-engine: parallel_cross_entropy is wrong for weighted tokens, ignored labels, bf16, and for logits or labels that are slices or transposed.
 
-Six bugs of one function. Gradients of unreduced losses were divided by the tokens (right in 2.5), and multiplied by grad_output[0] (#2139, right in
-2.8), which was then read as if it were contiguous where its stride is 0 (#2402, 2.11); a mean was divided by ignored tokens too (#2476, 2.12); a probability
-was rounded to bf16 before the label's 1 was taken from it (#3193, 2.18); and rows were looked for where contiguous logits and labels have them: transposed
-logits were read and written out of bounds (#2746, 2.14), slices as labels[:, 1:] are read in wrong places (right in 2.19).
-The release's own autograd function and Triton kernels run, on a GPU, or without one on Triton's interpreter; the packages around them, which need a
-compiled extension, are not imported. Exits with 10 (BUG_REPRODUCED: any of them), 0 (BUG_ABSENT) or 125 (neither).
+Six bugs: gradients of unreduced losses were divided by the tokens (right in 2.5) and multiplied by grad_output[0] (#2139, 2.8), which was then read as contiguous
+where its stride is 0 (#2402, 2.11); a mean was divided by ignored tokens too (#2476, 2.12); a probability was rounded to bf16 before the label's 1 was taken from it
+(#3193, 2.18); transposed logits were read and written out of bounds (#2746, 2.14), and slices as labels[:, 1:] are read in wrong places (right in 2.19).
+The release's function and Triton kernels run, without a GPU interpreted. Exits with 10 (BUG_REPRODUCED: any of them), 0 (BUG_ABSENT) or 125 (neither).
 """
 
-import importlib
+import importlib.metadata
 import importlib.util
-import inspect
 import types
-from importlib.metadata import distribution
-from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 B, S, V, IGNORED, LIMIT = 3, 8, 50257, 4, 1e-5
 LAYOUTS = "logits transposed", "logits[:, :-1]", "labels[:, 1:]"
 device = "cuda" if torch.cuda.is_available() else "cpu"
+off = lambda got, want: ((got - want).norm() / want.norm()).item()  # noqa: E731
 
 
 def release():
     """CrossEntropyFunction, without the packages around it: they load a compiled extension that it does not use."""
-    found = distribution("transformer-engine")
+    found = importlib.metadata.distribution("transformer-engine")
     FACTS["version"] = found.version
     if not found.locate_file("transformer_engine/pytorch/triton/cross_entropy.py").exists():
-        print("This release has no parallel_cross_entropy.")
         finish("UNTESTABLE", "no-api")
-    if device == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"
-    root = Path(importlib.util.find_spec("transformer_engine").origin).parent
-    for name in ("", ".pytorch", ".pytorch.triton", ".common", ".common.triton"):
-        module = types.ModuleType(f"transformer_engine{name}")
-        module.__path__ = [str(root.joinpath(*name.split(".")))]
-        sys.modules[module.__name__] = module
-    jit = sys.modules["transformer_engine.pytorch.jit"] = types.ModuleType("transformer_engine.pytorch.jit")
-    jit.no_torch_dynamo = lambda *_, **__: lambda function: function  # all that is taken from it: nothing is compiled here
+    os.environ["TRITON_INTERPRET"] = str(int(device == "cpu"))
+    root = importlib.util.find_spec("transformer_engine").submodule_search_locations[0]
+    for name in ("", ".pytorch", ".pytorch.triton", ".common", ".common.triton", ".pytorch.jit"):
+        module = sys.modules[f"transformer_engine{name}"] = types.ModuleType(f"transformer_engine{name}")
+        module.__path__ = [root + name.replace(".", "/")]
+    module.no_torch_dynamo = lambda *_, **__: lambda function: function  # all that is taken of jit: nothing is compiled here
     function = importlib.import_module("transformer_engine.pytorch.cross_entropy").CrossEntropyFunction
     gpu = "device:sm_{}{}".format(*torch.cuda.get_device_capability()) if device == "cuda" else "interpreter"
     FACTS.update(file=sys.modules[function.__module__].triton_cross_entropy.__file__, evidence=gpu)
@@ -54,69 +45,63 @@ def inputs(ignored=0, confident=False, sizes=(B, S, V), dtype=torch.float32):
     torch.manual_seed(0)
     logits, labels = torch.randn(sizes), torch.randint(0, sizes[2], sizes[:2])
     logits.scatter_add_(2, labels[..., None], torch.full((*sizes[:2], 1), 20.0 * confident))
-    if ignored:
-        labels.view(-1)[:: labels.numel() // ignored] = -100
+    labels.view(-1)[torch.arange(ignored) * labels.numel() // max(ignored, 1)] = -100
     return logits.to(device, dtype), labels.to(device)
 
 
 def outcome(function, logits, labels, given, mean=False, layout="", smoothing=0.0, ignore=-100):
-    """Loss, gradient, torch's own of both in fp64, and how many numbers are written out of bounds. ``given``: gradient of the loss."""
-    exact = logits.double().requires_grad_()
+    """Loss, gradient, torch's own of both in fp64, how many numbers are written out of bounds, and the loss of rows and labels read as if contiguous."""
+    exact, (b, s, v) = logits.double().requires_grad_(), logits.shape
     how = {"reduction": "mean" if mean else "none", "label_smoothing": smoothing, "ignore_index": ignore}
-    right = F.cross_entropy(exact.flatten(0, 1), labels.flatten(), **how)
+    right = torch.nn.functional.cross_entropy(exact.flatten(0, 1), labels.flatten(), **how)
     right.backward(given.double().reshape(right.shape))
-    # Room around the logits for what is written out of bounds; it has to stay 0.
-    b, s, v = logits.shape
-    room = torch.zeros((b + 1) * logits.numel(), device=device, dtype=logits.dtype)
-    mine = room[: logits.numel()].view(b, s, v)
-    if "transposed" in layout:
-        mine = room[: logits.numel()].view(s, b, v).transpose(0, 1)
-    elif "logits[:, :-1]" in layout:
-        mine = room[: b * (s + 1) * v].view(b, s + 1, v)[:, :-1]
+    room = torch.zeros((b + 1) * logits.numel(), device=device, dtype=logits.dtype)  # what is not of the logits has to stay 0
+    step, rows = 1 + ("::2" in layout), s + ("logits[:, :-1]" in layout)
+    mine = room.as_strided((b, s, v), (v, b * v, 1) if "logits transposed" in layout else (step * rows * v, step * v, step))
     if "labels[:, 1:]" in layout:
         labels = torch.cat([labels[:, -1:], labels], 1)[:, 1:]
-    mine.copy_(logits).requires_grad_()
+    mine.copy_(logits)
+    flat = room.as_strided((b * s, v), (mine.stride(-2), 1)).double(), labels.as_strided((b * s,), (1,))
+    misread = torch.nn.functional.cross_entropy(*flat, reduction="none")
+    mine.requires_grad_()
     loss = function.apply(mine, labels, smoothing, mean, None, *[ignore] * (ignore != -100))
     loss.backward(given.reshape(loss.shape))  # a mean is of shape [1] from 2.12 on
     outside = (room.count_nonzero() - mine.count_nonzero()).item()
-    return loss.detach().double().reshape(right.shape), mine.grad.double(), right.detach(), exact.grad, outside
-
-
-def off(got, want):
-    return ((got - want).norm() / want.norm()).item()
+    return loss.detach().double().reshape(right.shape), mine.grad.double(), right.detach(), exact.grad, outside, misread
 
 
 def main():
-    function, ones, expanded = release(), torch.ones(B, S, device=device), torch.full((B * S + 1,), float("nan"), device=device)
-    weights = torch.linspace(0.1, 1.9, B * S, device=device).view(B, S)
-    expanded[0] = 1.0  # as sum() makes its gradient, of stride 0; what lies behind the one number must not matter
+    function, two, ones = release(), torch.tensor(2.0, device=device), torch.ones(B, S, device=device)
+    summed = torch.tensor([1.0, *[math.nan] * B * S], device=device)[:1].expand(B, S)  # what lies behind must not matter
+    ignores = "ignore_idx" in function.forward.__code__.co_varnames  # not up to 2.3.0
     for name, given, options in (
-        ("mean, its gradient 2", torch.tensor(2.0, device=device), {"mean": True}),
+        ("mean, its gradient 2", two, {"mean": True}),
         ("each token, all weights 1", ones, {}),
-        ("each token, weighted", weights, {}),
-        ("each token, gradient of stride 0", expanded[:1].expand(B, S), {}),
-        (f"mean, {IGNORED} of {B * S} labels ignored", torch.tensor(2.0, device=device), {"mean": True}),
-        (f"each token, {IGNORED} of {B * S} labels ignored", ones, {}),
+        ("each token, weighted", torch.linspace(0.1, 1.9, B * S, device=device).view(B, S), {}),
+        ("each token, gradient of stride 0", summed, {}),
+        *[(f"mean, {IGNORED} of {B * S} labels ignored", two, {"mean": True})] * ignores,
         *((f"each token, {layout}", ones, {"layout": layout}) for layout in LAYOUTS),
     ):
-        if "ignored" in name and "ignore_idx" not in inspect.signature(function.forward).parameters:
-            continue  # not up to 2.3.0
-        loss, grad, right, want, outside = outcome(function, *inputs(IGNORED * ("ignored" in name)), given, **options)
+        loss, grad, right, want, outside, misread = outcome(function, *inputs(IGNORED * ("ignored" in name)), given, **options)
         role, error = "control" if name.startswith("mean, its") else "trigger", off(grad, want)
         check(role, f"{name}: loss", error=off(loss, right), limit=LIMIT)
         check(role, f"{name}: gradient", error=error, limit=LIMIT)
         if "layout" in options:
             check(role, f"{name}: {outside} numbers written out of bounds", not outside)
-        elif role == "trigger" and not error <= LIMIT:
-            # By what its gradients are wrong: NaN from behind the one number, or each token's by a factor of its own.
+        if "layout" in options and (outside or not max(off(loss, right), error) <= LIMIT):
+            check("signature", f"{name}: read as if contiguous", error=off(loss, misread), limit=LIMIT)
+        elif role == "trigger" and not error <= LIMIT:  # NaN from behind the one number, or each token's by a factor of its own
             ratio = (grad / want).flatten(0, 1).nanmedian(1).values.nan_to_num().view(B, S, 1)
-            check(
-                "signature", f"{name}: NaN, or a factor a token", not grad.isfinite().all() or off(grad, want * ratio) < LIMIT
-            )
+            behind = "stride 0" in name and not grad.isfinite().all()
+            check("signature", f"{name}: NaN from behind it, or a factor a token", behind or off(grad, want * ratio) < LIMIT)
     half = torch.bfloat16 if device == "cuda" else torch.float16  # the interpreter has no scalars in bf16
-    _, grad, _, want, _ = outcome(function, *inputs(confident=True, dtype=half), ones)
-    times = off(grad, want) / off(want.to(half).double(), want)
-    check("trigger", f"{half}, labels of probability near 1: gradient, in roundings", error=times, limit=2)
+    logits, labels = inputs(confident=True, dtype=half)
+    _, grad, _, want, *_ = outcome(function, logits, labels, two, mean=True)
+    rounded, at = off(want.to(half).double(), want), (2, labels[..., None])
+    check("trigger", f"{half}, labels of probability near 1: gradient, in roundings", error=off(grad, want) / rounded, limit=2)
+    if not off(grad, want) <= 2 * rounded:
+        others = off(grad.scatter(*at, want.gather(*at)), want) / rounded
+        check("signature", f"{half}: all but the label's number, in roundings", error=others, limit=2)
     finish()
 
 

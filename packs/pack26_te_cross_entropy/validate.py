@@ -24,7 +24,7 @@ HALF = torch.bfloat16 if device == "cuda" else torch.float16
 
 def judge(name, found):
     """Checks of a loss and a gradient, and that nothing is written out of bounds."""
-    loss, grad, right, want, outside = found
+    loss, grad, right, want, outside, _ = found
     check("trigger", f"{name}: loss", error=off(loss, right), limit=LIMIT)
     check("trigger", f"{name}: gradient", error=off(grad, want), limit=LIMIT)
     check("trigger", f"{name}: nothing written out of bounds", not outside)
@@ -33,7 +33,7 @@ def judge(name, found):
 def halves(function, name, given, **options):
     """The same in half precision: the gradient in roundings of the right one."""
     labelled = {"confident": True, "dtype": HALF, "sizes": (B, S, V), **options.pop("inputs", {})}
-    loss, grad, right, want, _ = outcome(function, *inputs(**labelled), given, **options)
+    loss, grad, right, want, *_ = outcome(function, *inputs(**labelled), given, **options)
     times = off(grad, want) / off(want.to(HALF).double(), want)
     check("trigger", f"{name}, {HALF}: loss off by less than 1e-4", (loss - right).abs().max() < 1e-4)
     check("trigger", f"{name}, {HALF}: gradient off by {times:.1f} roundings, at most 3", times <= 3)
@@ -100,10 +100,18 @@ def main():
             (f"{layout}, mean", two, {"layout": layout, "mean": True}, {})
             for layout in (*LAYOUTS, "logits[:, :-1], labels[:, 1:]")
         ),
+        ("logits[..., ::2], weighted", weights, {"layout": "logits[..., ::2]"}, {}),
         ("V=1000", weights, {}, {"sizes": (B, S, 1000)}),
         ("V=151936", weights, {}, {"sizes": (B, S, 151936)}),
     ):
         judge(name, outcome(function, *inputs(**{**sizes, **more}), given, **options))
+    logits, labels = inputs(**sizes)
+    for name, laid in (
+        ("labels[:, :-1]", torch.cat([labels, labels[:, :1]], 1)[:, :-1]),
+        ("labels transposed", labels.t().contiguous().t()),
+        ("labels[:, ::2]", labels.repeat_interleave(2, 1)[:, ::2]),
+    ):
+        judge(f"{name}, weighted", outcome(function, logits, laid, weights))
     if ignores:
         for name, given, options in (
             ("each token, ignored and weighted", weights, {}),
