@@ -222,7 +222,4 @@ def test_a_check_that_two_packs_share_is_one_of_both_packs_files():
 def test_the_worst_of_several_errors_keeps_a_nan():
     """max(1e-7, nan) is 1e-7 in Python, so that a NaN in a later tensor would be right."""
     scripts = [path for pack in all_packs() for path in pack.folder.glob("*.py") if path.stem in ("repro", "validate")]
-    found = [path for path in scripts if re.search(r"\bmax\(.*\bnorm\(\).* for ", path.read_text(encoding="utf-8"))]
-    assert [
-        path for path in found if path.parent.name[:6] != "pack23"
-    ] == []  # there torch.equal judges: the number is told, no more
+    assert [path for path in scripts if re.search(r"\bmax\(.*\bnorm\(\).* for ", path.read_text(encoding="utf-8"))] == []

@@ -45,8 +45,8 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     survived = [outcome for outcome in found if not outcome.killed]
     out.print(f"{len(found)} mutants, {len(survived)} survived.")
     page = ROOT / "docs" / "mutants.md"
-    equivalent = {pack.name: mutants.left_out(mutants.of(pack)[0]) for pack in chosen}
+    left_out = {pack.name: mutants.left_out(mutants.of(pack)[0]) for pack in chosen}
     known = [pack.name for pack in common.packs(out) if (pack.folder / "mutants.toml").is_file()]
-    write_atomically(page, mutants.table(found, equivalent, page.read_text("utf-8") if page.is_file() else "", known))
+    write_atomically(page, mutants.table(found, left_out, page.read_text("utf-8") if page.is_file() else "", known))
     out.print("written: docs/mutants.md", markup=False)
     return common.SURPRISE if survived else common.OK

@@ -307,7 +307,7 @@ def _noticed(row: Row, mutant: Mutant) -> bool:
     )
 
 
-def table(found: Sequence[Outcome], equivalent: dict[str, dict[str, str]], before: str = "", known: Iterable[str] = ()) -> str:
+def table(found: Sequence[Outcome], left_out: dict[str, dict[str, str]], before: str = "", known: Iterable[str] = ()) -> str:
     """docs/mutants.md. Packs of which ``found`` has nothing keep what ``before``, the page as it was, says of them; ``known`` have mutants."""
     kinds = ("dropped", "poisoned", "wrong fix", "blunted")
     ran = {outcome.pack for outcome in found}
@@ -319,7 +319,7 @@ def table(found: Sequence[Outcome], equivalent: dict[str, dict[str, str]], befor
         for kind in kinds:
             mine = [outcome for outcome in counted if (outcome.pack, outcome.kind) == (pack, kind)]
             cells.append(f"{sum(outcome.killed for outcome in mine)} of {len(mine)} killed" if mine else "–")
-        why = "; ".join(f"`{name}`: {reason}" for name, reason in equivalent.get(pack, {}).items()) or "–"
+        why = "; ".join(f"`{name}`: {reason}" for name, reason in left_out.get(pack, {}).items()) or "–"
         rows.append(f"| {pack} | {' | '.join(cells)} | {why} |")
     absent = sorted(name for name in known if not any(row.startswith(f"| {name} ") for row in rows))
     survivors = [line for line in kept if line.startswith("-")]

@@ -88,7 +88,7 @@ def main():
         check(role, f"{name}: gradient", error=error, limit=LIMIT)
         if "layout" in options:
             check(role, f"{name}: {outside} numbers written out of bounds", not outside)
-        if "layout" in options and (outside or not max(off(loss, right), error) <= LIMIT):
+        if "layout" in options and (outside or not (off(loss, right) <= LIMIT and error <= LIMIT)):
             check("signature", f"{name}: read as if contiguous", error=off(loss, misread), limit=LIMIT)
         elif role == "trigger" and not error <= LIMIT:  # NaN from behind the one number, or each token's by a factor of its own
             ratio = (grad / want).flatten(0, 1).nanmedian(1).values.nan_to_num().view(B, S, 1)
