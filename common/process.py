@@ -39,7 +39,7 @@ class Ended:
 
     ``stopped`` is "timeout" or "memory" where the limit ended it; "lost" where it is not known how it ended (its warden was
     killed, or something of it cannot be); "exec" where it could not be started. ``seconds`` is wall-clock
-    time, ``peak_rss`` the largest sum of resident memory over its processes, in bytes, sampled every 0.1 s. ``cut`` counts the
+    time, ``peak_rss`` the largest sum of resident memory over its processes, in bytes, sampled every 0.25 s. ``cut`` counts the
     output's bytes not kept.
     """
 
@@ -67,6 +67,8 @@ def run(
 
     ``mark`` is what its processes can be found by, should the caller die first: see `kill_marked`.
     """
+    if stop is not None and stop.is_set():  # What ends sooner than we look would end as if nobody had stopped it.
+        raise Interrupted
     mark = mark or uuid.uuid4().hex
     started = time.monotonic()
     told, tell = os.pipe()

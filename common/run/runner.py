@@ -16,7 +16,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import as_completed
+from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -56,16 +56,20 @@ def run_all(
     given: dict[str, Any] = {"stop": pool.stop, "done": done} if pool.stop else {}
     futures = {pool.executor.submit(run_release, plan, release, **given): i for i, (plan, release) in enumerate(tasks)}
     try:
-        for future in as_completed(futures):
-            i = futures[future]
-            try:
-                ended[i] = rows = future.result()
-                for row in rows if not given else ():
-                    done(row)
-            except Exception as error:
-                plan, release = tasks[i]
-                ended[i] = failure = Failure(cell=plan.cell(release), message=_sentence(error))
-                done(failure)
+        waiting = set(futures)
+        while waiting:
+            # Python answers a signal in the main thread alone, and one that another thread got does not wake it.
+            new, waiting = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
+            for future in new:
+                i = futures[future]
+                try:
+                    ended[i] = rows = future.result()
+                    for row in rows if not given else ():
+                        done(row)
+                except Exception as error:
+                    plan, release = tasks[i]
+                    ended[i] = failure = Failure(cell=plan.cell(release), message=_sentence(error))
+                    done(failure)
     except BaseException:
         pool.cancel()
         raise

@@ -105,7 +105,6 @@ def test_a_runner_that_is_ended_leaves_no_script(tmp_path, number):
             if str(tmp_path) in " ".join(p.info["cmdline"] or []) and "repro.py" in " ".join(p.info["cmdline"])
         ]
     assert scripts, process.communicate(timeout=1)
-    time.sleep(0.5)  # In the instant in which a script is started SIGTERM was seen to be lost, twice, on a busy machine.
     process.send_signal(number)
     out, _ = process.communicate(timeout=30)
     assert process.returncode == (-9 if number == signal.SIGKILL else 128 + number)
