@@ -76,12 +76,13 @@ for folder in sorted((ROOT / "packs").glob("pack[0-9][0-9]_*")):
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style, types and the generated tables."""
+    """Check style, types, the generated tables, and that every receipt's log gives its verdict."""
     session.install("--quiet", "--editable", ".", *nox.project.dependency_groups(PYPROJECT, "lint"))
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")
     session.run("python", "-m", "common", "tables", "--check")
+    session.run("python", "-m", "common", "regrade")
 
 
 @nox.session

@@ -26,12 +26,6 @@ def change(path, **facts):
     path.write_text(json.dumps(document))
 
 
-def test_the_stored_receipts_are_graded_the_same_today():
-    paths = receipt.stored(ROOT / "results")
-    assert len(paths) >= 140
-    assert [(path, found) for path, found in audit.problems(ROOT / "results", paths, audit.regrade) if found] == []
-
-
 def test_a_verdict_that_was_edited_by_hand_is_reported(tmp_path, store):
     path = store(tmp_path)
     assert list(audit.regrade(path)) == []

@@ -2,11 +2,14 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 
 from common.dev import mutants
 from common.errors import UserError
+from common.packs import reportblock
 from common.packs.pack import all_packs, find, load
 from common.run import overlay
 from common.transforms import Transform, load_fix
@@ -63,6 +66,20 @@ def test_a_mutants_file_that_is_not_sound_is_one_sentence(tmp_path):
     (folder / "mutants.toml").write_text('[[wrong]]\nname = "x"\nedits = { "nowhere" = "y" }')
     with pytest.raises(UserError, match="does not hold 'nowhere'"):
         [mutant.make(folder) for mutant in mutants.of(load(folder))[1]]
+
+
+def test_the_scripts_of_a_wrong_fix_end_at_the_first_check_that_fails(tmp_path):
+    script = tmp_path / "repro.py"
+    checks = (
+        ("signature", "unlike", False),
+        ("control", "right", True),
+        ("trigger", "wrong", False),
+        ("trigger", "later", True),
+    )
+    script.write_text(reportblock.TEXT + "".join(f"check{given}\n" for given in checks))
+    mutants._end_at_the_first_failure(tmp_path)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (125, "CHANGED: wrong")
 
 
 def test_a_mutant_that_is_not_noticed_is_a_survivor(tmp_path, monkeypatch):

@@ -32,7 +32,7 @@ def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:
 
 def call(options: argparse.Namespace, extra: list[str]) -> int:
     out = report.console()
-    packs = common.about_upstreams(report.console(stderr=True))
+    packs = contract.measuring(common.about_upstreams(report.console(stderr=True)))
     root = options.results or RESULTS
     found = contract.columns(packs, history.load(root, packs))
     rows = contract.rows(found)

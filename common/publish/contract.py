@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -46,12 +46,15 @@ class Column:
         return self.rows[row][-1] if self.rows.get(row) else None
 
 
-def columns(packs: Sequence[Pack], stored: History) -> list[Column]:
-    """One for each pack whose script has the block and has a record that measured."""
+def measuring(packs: Iterable[Pack]) -> list[Pack]:
+    """The packs whose script has the block."""
+    return [pack for pack in packs if "contract" in reportblock.blocks(pack.script.read_text(encoding="utf-8"))]
+
+
+def columns(packs: Iterable[Pack], stored: History) -> list[Column]:
+    """One for each pack that measures and has a record."""
     found = []
-    for pack in packs:
-        if "contract" not in reportblock.blocks(pack.script.read_text(encoding="utf-8")):
-            continue
+    for pack in measuring(packs):
         rows: dict[str, list[Result]] = {}
         releases = history.releases(stored.of(pack.name, pack.package))
         for version, sides in releases.items():
