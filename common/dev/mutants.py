@@ -228,8 +228,8 @@ def run(packs: Sequence[Pack], *, jobs: int, done: Callable[[Outcome], None], so
                 for at in dict.fromkeys(mutant.at for mutant in mutants):
                     mine = [mutant for mutant in mutants if mutant.at == at]
                     started.append((mine, executor.submit(_released, pack, told, at, Path(scratch), jobs, source, stop)))
-            for mine, first in started:
-                plan, release, unpatched = first.result()
+            # All of them before the first mutant: a commit that is nowhere is said at once, not after an hour.
+            for mine, (plan, release, unpatched) in [(mine, first.result()) for mine, first in started]:
                 for future in [executor.submit(_run, plan, release, unpatched, mutant, stop) for mutant in mine]:
                     found.append(future.result())
                     done(found[-1])
