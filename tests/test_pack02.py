@@ -26,7 +26,7 @@ def test_the_receipts_are_what_the_readme_says():
         ("patched", "128 channels, 64 of value, 64 heads", "128/64"),
         ("patched", "192 channels, 128 of value, 64 heads", "192/128"),
         ("patched", "320 channels, 256 of value, 64 heads", "320/256"),
-        ("patched", "192 channels, 128 of value, 128 heads", "192/128, 128 heads, S=2048, top-k of 1024"),
+        ("patched", "192 channels, 128 of value, 128 heads", "192/128, 128 heads, S=2048 B=1, top-k of 1024"),
     ):
         for what, said in zip(("out", "dq", "dkv"), row[start], strict=True):
             found = re.search(rf"ok +{name}: {what} against fp64  (\S+) ", runs[side, GPU, ""].log())
