@@ -28,6 +28,7 @@ from common.packs.pack import Pack, load
 from common.run import plan as plans
 from common.run import runner
 from common.run.plan import Plan, Row
+from common.run.pool import ended
 from common.store.grade import NOT_RIGHT
 from common.transforms import Fix, Transform, load_fix
 
@@ -229,9 +230,9 @@ def run(packs: Sequence[Pack], *, jobs: int, done: Callable[[Outcome], None], so
                     mine = [mutant for mutant in mutants if mutant.at == at]
                     started.append((mine, executor.submit(_released, pack, told, at, Path(scratch), jobs, source, stop)))
             # All of them before the first mutant: a commit that is nowhere is said at once, not after an hour.
-            for mine, (plan, release, unpatched) in [(mine, first.result()) for mine, first in started]:
+            for mine, (plan, release, unpatched) in [(mine, next(ended([first])).result()) for mine, first in started]:
                 for future in [executor.submit(_run, plan, release, unpatched, mutant, stop) for mutant in mine]:
-                    found.append(future.result())
+                    found.append(next(ended([future])).result())
                     done(found[-1])
         except BaseException:  # Ctrl-C among them: what runs is ended, what waits is not begun.
             stop.set()

@@ -6,8 +6,8 @@ Nothing of ours schedules: https://distributed.dask.org places, moves and restar
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -30,6 +30,17 @@ class Pool:
     ask: Callable[[Callable[[], Any]], Any]
     where: str
     cancel: Callable[[], None]
+
+
+def ended(futures: Iterable[Future[T]]) -> Iterator[Future[T]]:
+    """Each future as it ends, for a main thread that can be stopped while it waits.
+
+    Python answers a signal in the main thread alone, and one that another thread got does not wake it: it looks up twice a second.
+    """
+    waiting = set(futures)
+    while waiting:
+        new, waiting = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
+        yield from new
 
 
 @contextmanager

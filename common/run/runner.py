@@ -16,7 +16,6 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -36,6 +35,7 @@ from common.install.releases import Release, built_wheels, fits
 from common.packs.pack import Pack
 from common.process import Ended, kill_marked, run
 from common.run import execute, overlay
+from common.run import pool as pools
 from common.run.plan import Failure, Plan, Row, Task, expected, skipped
 from common.run.pool import Pool
 from common.scrub import Scrubber, allowed_env, plain
@@ -56,20 +56,16 @@ def run_all(
     given: dict[str, Any] = {"stop": pool.stop, "done": done} if pool.stop else {}
     futures = {pool.executor.submit(run_release, plan, release, **given): i for i, (plan, release) in enumerate(tasks)}
     try:
-        waiting = set(futures)
-        while waiting:
-            # Python answers a signal in the main thread alone, and one that another thread got does not wake it.
-            new, waiting = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
-            for future in new:
-                i = futures[future]
-                try:
-                    ended[i] = rows = future.result()
-                    for row in rows if not given else ():
-                        done(row)
-                except Exception as error:
-                    plan, release = tasks[i]
-                    ended[i] = failure = Failure(cell=plan.cell(release), message=_sentence(error))
-                    done(failure)
+        for future in pools.ended(futures):
+            i = futures[future]
+            try:
+                ended[i] = rows = future.result()
+                for row in rows if not given else ():
+                    done(row)
+            except Exception as error:
+                plan, release = tasks[i]
+                ended[i] = failure = Failure(cell=plan.cell(release), message=_sentence(error))
+                done(failure)
     except BaseException:
         pool.cancel()
         raise
