@@ -123,14 +123,17 @@ def main():
             check(role, f"{shape}, {kernel}: lowered for sm_90a, {detail}", fits)
         same = all(found["576/512", kernel] == found["as released", kernel] for kernel in KERNELS)
         check("trigger", "576/512: the kernels' source and shared memory are the release's", same)
-        for limit, name in ((101_376, "an RTX 4090"), (166_912, "an A100"), (232_448, "an H100")):
-            for total, value in ADMITTED[:-1]:
-                fits = found[f"{total}/{value}", "forward"].get("shared", LIMIT) <= limit
-                check(
-                    "trigger",
-                    f"{total}/{value}: {'fused' if fits else 'unfused'} on {name}",
-                    admitted_on(limit, dispatcher, total, value) == fits,
-                )
+        for total, value in ADMITTED[:-1]:
+            needed = found[f"{total}/{value}", "forward"].get("shared", LIMIT)
+            devices = {
+                "an RTX 4090": 101_376,
+                "an A100": 166_912,
+                "an H100": LIMIT,
+                "a byte less than the forward needs": needed - 1,
+            }
+            for name, limit in devices.items():
+                said = f"{total}/{value}: {'fused' if needed <= limit else 'unfused'} with {limit:,} bytes, {name}"
+                check("trigger", said, admitted_on(limit, dispatcher, total, value) == (needed <= limit))
     else:
         torch.cuda.synchronize()
     finish()

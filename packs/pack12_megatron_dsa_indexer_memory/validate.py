@@ -22,8 +22,8 @@ MORE = dict.fromkeys(("varlen_starts", "varlen_ends", "key_positions", "query_va
 MORE |= {"calculate_per_token_loss": False, "use_relu": True}
 LIMIT = 1e-5  # sums over heads in another order
 NAMES = ("loss", "dq", "dweights", "dk")
-# S, B, heads, H, d, D: all heads in one of the fix's blocks, two blocks, and five, as small as where it matters
-SMALL, LARGE, MANY = (48, 2, 8, 5, 16, 16), (512, 2, 34, 33, 16, 16), (2048, 1, 18, 5, 8, 4)
+# S, B, heads, H, d, D: all heads in one of the fix's blocks, two blocks, and five of attention heads and three of the indexer's
+SMALL, LARGE, MANY = (48, 2, 8, 5, 16, 16), (512, 2, 33, 33, 8, 8), (2048, 1, 17, 9, 4, 4)
 
 
 def as_released():
@@ -43,31 +43,36 @@ def as_released():
     return own
 
 
-def outcome(dsa, tensors, needs=(True,) * 3, gradient=1.0, **options):
-    """The loss, its gradients by q, weights and k (None where none is asked for), and the top-k indices; twice backward is the same."""
+def outcome(dsa, tensors, needs=(True,) * 3, gradient=1.0, again=None, **options):
+    """The loss, its gradients by q, weights and k (None where none is asked for), and the top-k indices; ``again`` they are the same."""
+    again = len(tensors[0]) < 100 if again is None else again
     leaves = [t.detach().clone().requires_grad_(n) for t, n in zip(tensors[:3], needs, strict=True)]
     if {*MORE} & {*options}:
         options["more"] = [options.pop(name, default) for name, default in MORE.items()]
     loss, picked = loss_of(dsa, *leaves, *tensors[3:], **options)
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     first = torch.autograd.grad(loss, wanted, torch.full_like(loss, gradient), retain_graph=True)
-    if len(tensors[0]) < 100:
+    if again:
         second = torch.autograd.grad(loss, wanted, torch.full_like(loss, gradient))
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), "a second backward gives other gradients"
     got = iter(first)
     return [loss.detach(), *(next(got) if leaf.requires_grad else None for leaf in leaves)], picked
 
 
-def distances(dsa, tensors):
-    """‖g − r‖ / ‖r‖ of the loss and its gradients from the definition in fp64."""
-    exact = [t.detach().double().requires_grad_(t.requires_grad) for t in tensors]
-    loss = definition(*exact)
-    right = [loss.detach(), *torch.autograd.grad(loss, exact[:3])]
-    return [((a - b).norm() / b.norm()).item() for a, b in zip(outcome(dsa, tensors)[0], right, strict=True)]
+def exact(tensors):
+    """Loss and gradients by the definition in fp64."""
+    leaves = [t.detach().double().requires_grad_(t.requires_grad) for t in tensors]
+    loss = definition(*leaves)
+    return [loss.detach(), *torch.autograd.grad(loss, leaves[:3])]
+
+
+def distance(a, b):
+    """‖a − b‖ / ‖b‖."""
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
 def compare(name, fixed, released, tensors, **options):
-    """The fixed outcome against the release's; what is bf16 may be rounded otherwise."""
+    """The fixed outcome against the release's; what is bf16 may be rounded otherwise. Returns both."""
     before = [t.detach().clone() for t in tensors]
     got, picked = outcome(fixed, tensors, **options)
     untouched = all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, tensors, strict=True))
@@ -75,10 +80,15 @@ def compare(name, fixed, released, tensors, **options):
     want, same = outcome(released, tensors, **options)
     for what, a, b in zip(NAMES, got, want, strict=True):
         if b is not None:
-            error = ((a.double() - b.double()).norm() / b.double().norm()).item()
             limit = LIMIT if b.dtype == torch.float32 else 1e-3
-            check("trigger", f"{name}: {what} against the release's", error=error if a.dtype == b.dtype else None, limit=limit)
+            check(
+                "trigger",
+                f"{name}: {what} against the release's",
+                error=distance(a, b) if a.dtype == b.dtype else None,
+                limit=limit,
+            )
     check("trigger", f"{name}: top-k indices are the release's", torch.equal(picked, same))
+    return got, want
 
 
 class Operations(TorchDispatchMode):
@@ -119,21 +129,20 @@ def cases(options, shape):
         assert group is pair.tp
         tensor += others
 
-    ranks = {"group": pair, "all_reduce": all_reduce}
-    half = inputs(*shape, dtype=torch.bfloat16)
-    yield "two ranks, sparse, another scale and coefficient", given, ranks | {"sparse": True, "scale": 0.4, "coefficient": 0.3}
-    yield "bf16, weights in fp32", [half[0], half[1].detach().float().requires_grad_(), *half[2:]], {}
     padded = [t.detach().clone() for t in given]
     for tensor in padded[:3]:
         tensor[S // 3 : S // 2] = 0
     padded[3:] = 30 * padded[3], 3 * padded[4][:, :, :1].expand_as(padded[4])
+    half = inputs(*shape, dtype=torch.bfloat16)
+    ranks = {"group": pair, "all_reduce": all_reduce}
+    yield "two ranks, sparse, another scale and coefficient", given, ranks | {"sparse": True, "scale": 0.4, "coefficient": 0.3}
+    yield "bf16, weights in fp32", [half[0], given[1], *half[2:]], {}
     yield "rows of zeros, large attention logits, a key that all heads share", padded, {}
     if shape is SMALL:
-        yield "bf16", half, {}
         yield "sparse loss", given, {"sparse": True, "topk": 5}
         yield "a causal mask", given, {"mask": causal(S)}
         yield "inputs of size 1", given, {"gradient": -3.0}
-        yield "two tensor-parallel ranks", given, ranks
+        yield "two tensor-parallel ranks", given, dict(ranks)
         yield "not contiguous", [t.transpose(0, 1).contiguous().transpose(0, 1) for t in given], {}
         yield "one head of each", inputs(S, 3, 1, 1, 16, 16), {}
     if "varlen_starts" in options:
@@ -149,10 +158,10 @@ def cases(options, shape):
         biased[:, 7] = float("-inf")
         every = {"mask": biased + hidden, "sparse": True}
         yield "masks with biases, a row without a key, sparse, a masked key is not a number", unread, every
+        first = [t[: S - 5] if i in (0, 1, 3) else t for i, t in enumerate(given)]
+        yield "fewer rows than keys", first, {"varlen_starts": 0 * rows[: S - 5], "varlen_ends": rows[: S - 5] + 6}
         if shape is SMALL:
             reach = {"varlen_starts": 0 * rows, "varlen_ends": (rows + 1).clamp(max=S - 1)}
-            first = [t[: S - 5] if i in (0, 1, 3) else t for i, t in enumerate(given)]
-            yield "fewer rows than keys", first, {"varlen_starts": 0 * rows[: S - 5], "varlen_ends": rows[: S - 5] + 6}
             yield "a key out of reach is not a number", unread, reach
             yield "without ReLU", given, {"mask": causal(S), "use_relu": False}
             yield "packed, rows without keys", given, packed
@@ -172,31 +181,43 @@ def main():
     fixed, released = release(), as_released()
     options = inspect.signature(getattr(fixed, "FusedDSAIndexerLoss", fixed.DSAttention).forward).parameters
     for where, shape in (("one block", SMALL), ("blocks of heads", LARGE)):
-        given = inputs(*shape, size=0.3)
-        compare(where, fixed, released, given)
-        check("control", f"{where}: the release is right against fp64", all(d <= LIMIT for d in distances(released, given)))
-        for what, error in zip(NAMES, distances(fixed, given), strict=True):
-            check("trigger", f"{where}: {what} against fp64", error=error, limit=LIMIT)
         half = inputs(*shape, dtype=torch.bfloat16, size=0.3)
-        for what, own, its in zip(NAMES, distances(fixed, half), distances(released, half), strict=True):
-            check("trigger", f"{where}, bf16: {what} is as near to fp64 as the release's", own <= 1.1 * its + LIMIT)
+        right, given = exact(half), [t.detach().float().requires_grad_(t.requires_grad) for t in half]
+        got, want = compare(where, fixed, released, given, again=True)
+        check(
+            "control",
+            f"{where}: the release is right against fp64",
+            all(distance(a, b) <= LIMIT for a, b in zip(want, right, strict=True)),
+        )
+        for what, a, b in zip(NAMES, got, right, strict=True):
+            check("trigger", f"{where}: {what} against fp64", error=distance(a, b), limit=LIMIT)
+        got, want = compare(f"{where}, bf16", fixed, released, half)
+        for what, a, b, c in zip(NAMES, got, want, right, strict=True):
+            check(
+                "trigger",
+                f"{where}, bf16: {what} is as near to fp64 as the release's",
+                distance(a, c) <= 1.1 * distance(b, c) + LIMIT,
+            )
         for name, given, asked in cases(options, shape):
             own, torch.distributed.all_reduce = torch.distributed.all_reduce, asked.pop("all_reduce", None)
             compare(f"{where}, {name}", fixed, released, given, **asked)
             torch.distributed.all_reduce = own
-    compare("many blocks, B=1", fixed, released, inputs(*MANY, size=0.3))
+    compare("many blocks, B=1, bf16", fixed, released, inputs(*MANY, dtype=torch.bfloat16, size=0.3))
     for what, a, b in zip(NAMES[1:], *(twice(dsa, inputs(*SMALL, size=0.3)) for dsa in (fixed, released)), strict=True):
-        check("trigger", f"{what} of the gradients", error=((a - b).norm() / b.norm()).item(), limit=1e-4)
+        check("trigger", f"{what} of the gradients", error=distance(a, b), limit=1e-4)
     if not hasattr(fixed, "FusedDSAIndexerLoss"):  # from 0.17 on all three are computed, asked for or not
         for needs in ((True, False, False), (False, True, False), (False, False, True)):
             compare(f"gradients {needs}", fixed, released, inputs(*SMALL), needs=needs)
-    no_relu = (*[None] * 4, False, False)
-    for name, asked in (
-        ("a mask", lambda: {"mask": causal(MOST_ROWS)}),
-        ("sparse", lambda: {"sparse": True}),
-        ("a mask, sparse", lambda: {"mask": causal(MOST_ROWS), "sparse": True}),
-        *([("a mask, without ReLU", lambda: {"mask": causal(MOST_ROWS), "more": no_relu})] if "use_relu" in options else ()),
-    ):
+    no_relu = (None, None, False, False)
+    bounds = lambda: (0 * torch.arange(MOST_ROWS, device=device), torch.arange(MOST_ROWS, device=device) + 1)  # noqa: E731
+    others = {"sparse": lambda: {"sparse": True}}
+    if "use_relu" in options:  # and masks, which repro.py gives where a release knows no bounds
+        others |= {
+            "a mask": lambda: {"mask": causal(MOST_ROWS)},
+            "a mask, sparse, without ReLU": lambda: {"mask": causal(MOST_ROWS), "sparse": True, "more": (None, None, *no_relu)},
+            "without ReLU": lambda: {"more": (*bounds(), *no_relu)},
+        }
+    for name, asked in others.items():
         for step, gib in zip(("forward", "backward"), peaks(fixed, asked), strict=True):
             FACTS["metrics"][f"{name}: {step} peak GiB"] = gib
             check("trigger", f"{name}: {step} peak of {gib:.2f} GiB, {MOST} at most", gib <= MOST)

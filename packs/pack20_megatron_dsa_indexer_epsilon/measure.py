@@ -1,6 +1,6 @@
 """How wrong loss and gradients are, by how far apart the index scores are. No verdict."""
 
-from repro import D_ATTENTION, FACTS, HEADS, NAMES, B, D, H, S, errors, finish, inputs, parser, release
+from repro import D_ATTENTION, FACTS, HEADS, NAMES, B, D, H, S, errors, finish, inputs, release
 
 
 def main():
@@ -15,5 +15,4 @@ def main():
 
 
 if __name__ == "__main__":
-    parser.parse_args()
     main()

@@ -10,7 +10,6 @@ here are those of normal inputs in the module's own scaling, and the same ones 8
 Exits with 10 (BUG_REPRODUCED: gradients are wrong), 0 (BUG_ABSENT) or 125 (neither).
 """
 
-import argparse
 import importlib
 import types
 import warnings
@@ -19,7 +18,6 @@ from importlib.metadata import version
 import torch
 import torch.nn.functional as F
 
-parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 S, B, HEADS, H, D_ATTENTION, D = 512, 1, 128, 64, 192, 128  # tokens, sequences; heads and their channels as in DeepSeek-V3.2
 NAMES = "loss", "dq", "dweights", "dk"
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -53,9 +51,8 @@ def inputs(S, B, heads, H, d, D, gain, dtype=torch.float32):
 def loss_of(dsa, q, weights, k, query, key, mask, sparse=False, coefficient=1.0, group=alone, topk=8):
     """The indexer's loss and its top-k indices, by the release's own entry. 0.16 makes the scores in a method of its indexer."""
     scale = query.shape[-1] ** -0.5
-    if hasattr(dsa, "FusedDSAIndexerLoss"):
-        given = q, weights, k, query, key, scale, topk, coefficient, mask, sparse, group
-        return dsa.FusedDSAIndexerLoss.apply(*given)[::-1]
+    if entry := getattr(dsa, "FusedDSAIndexerLoss", None):
+        return entry.apply(q, weights, k, query, key, scale, topk, coefficient, mask, sparse, group)[::-1]
     scores = dsa.DSAIndexer._compute_index_scores(None, q, weights, k) + mask
     picked = scores.topk(topk, -1)[1]
     return dsa.compute_dsa_indexer_loss(scores, picked, query, key, scale, coefficient, sparse, group), picked
@@ -77,8 +74,7 @@ def outcome(function, given, dtype=None):
     """The loss and the gradients of q, weights and k, in fp64 if asked for."""
     leaves = [t.detach().to(dtype or t.dtype).requires_grad_(t.requires_grad) for t in given]
     loss = function(*leaves)
-    loss.backward()
-    return [loss.detach(), *(leaf.grad for leaf in leaves[:3])]
+    return [loss.detach(), *torch.autograd.grad(loss, leaves[:3])]
 
 
 def errors(dsa, given, **options):
@@ -156,5 +152,4 @@ sys.excepthook = unexpected
 # --- end of report/1 ---
 
 if __name__ == "__main__":
-    parser.parse_args()
     main()

@@ -18,8 +18,7 @@ from importlib.metadata import version
 import torch
 import torch.nn.functional as F
 
-LIMIT = 4  # times the error of torch's own gradient in the same dtype, with logits in full
-SMALL = 256  # a vocabulary of one block or a few
+LIMIT, SMALL = 4, 256  # times the error of torch's own gradient in the same dtype; a vocabulary of one block or a few
 device = "cuda" if torch.cuda.is_available() else "cpu"
 interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # with libdevice's functions, which Triton's own interpreter lacks
 DTYPES = [torch.bfloat16, torch.float16] if device == "cuda" else [torch.float16]  # the interpreter has no bf16
@@ -53,8 +52,7 @@ def run(function, x, w, y, **given):
     """The sum of the losses, and the gradients of x and w."""
     x, w = (t.detach().requires_grad_() for t in (x, w))
     loss = function(x, w, y, reduction="sum", **given)
-    loss.backward()
-    return [t.detach().double() for t in (loss, x.grad, w.grad)]
+    return [t.detach().double() for t in (loss, *torch.autograd.grad(loss, (x, w)))]
 
 
 def error(got, want):
@@ -81,26 +79,19 @@ def main(options):
     for dtype in DTYPES:
         for columns in (SMALL, V):
             x, w = torch.randn(BT, H).to(device, dtype), (torch.randn(columns, H) / H**0.5).to(device, dtype)
-            y = torch.randint(0, columns, (BT,)).to(device)
-            want, ours = run(eager, x.double(), w.double(), y), run(eager, x, w, y)
-            got = run(cce, x, w, y)
-            said = f"{str(dtype)[6:]}, V={columns}"
+            y, said = torch.randint(0, columns, (BT,)).to(device), f"{str(dtype)[6:]}, V={columns}"
+            want, ours, got = run(eager, x.double(), w.double(), y), run(eager, x, w, y), run(cce, x, w, y)
             check("control", f"{said}: loss", error=error(got[0], want[0]), limit=1e-3)
             for name, g, t, r in zip("xw", got[1:], ours[1:], want[1:], strict=True):
+                ok, role = error(g, r) <= LIMIT * error(t, r), "trigger" if columns == V else "control"
                 if columns == SMALL or name == "x":
-                    role = "trigger" if columns == V else "control"
-                    ok = error(g, r) <= LIMIT * error(t, r)
                     check(role, f"{said}: the error of the gradient of {name} is at most {LIMIT} times torch's", ok)
                 FACTS["metrics"][f"{said}: relative error of the gradient of {name}"] = error(g, r)
                 FACTS["metrics"][f"{said}: torch's relative error of the gradient of {name}"] = error(t, r)
             if columns == V:
-                far = error(added(x, w, y, 128), want[1])
+                off, far = error(got[1], want[1]), error(added(x, w, y, 128), want[1])
                 FACTS["metrics"][f"{said}: relative error of such a sum over blocks of 128 columns"] = far
-                check(
-                    "signature",
-                    f"{said}: like a sum of blocks of columns in this dtype",
-                    far / 3 < error(got[1], want[1]) < 3 * far,
-                )
+                check("signature", f"{said}: like a sum of blocks of columns in this dtype", far / 3 < off < 3 * far)
     finish()
 
 
