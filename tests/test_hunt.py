@@ -16,7 +16,7 @@ from common.run import hunt
 pytest.importorskip("hypothesis")
 
 HUNT = '''
-SPACE = {"size": [8, 1, 100], "scale": [1.0, 0.5, -1.0], "mask": [False, True], "dies": [False, True]}
+SPACE = {"size": [8, 1, 100], "scale": [1.0, 0.5, -1.0], "mask": [False, True], "dies": [False]}
 KNOWN = [{"pack": "pack09", "package": "toy", "how": "off", "options": {"mask": [True]}}]
 def eager(**options):
     return True
@@ -46,7 +46,7 @@ def release():
 
 @pytest.fixture
 def asked(tmp_path):
-    """A pool as the command makes it, with this Python in the place of a release's."""
+    """A pool as the command makes it, with this Python in the place of a release's; what hunt.py holds when it is asked for counts."""
     (tmp_path / "hunt.py").write_text(HUNT)
     (tmp_path / "repro.py").write_text(REPRO)
     pools = []
@@ -61,7 +61,8 @@ def asked(tmp_path):
         pool.end()
 
 
-def test_each_fault_is_found_once_at_its_least(asked):
+def test_each_fault_is_found_once_at_its_least(asked, tmp_path):
+    (tmp_path / "hunt.py").write_text(HUNT.replace('"dies": [False]', '"dies": [False, True]'))
     told = hunt.hunt(asked(), seed=0, seconds=60, say=lambda line: None)
     assert told.seconds < 30, "it ends when each of the 36 cases was tried"
     finds = {(find.how, tuple(find.differs.items())): find for find in told.finds}
@@ -108,7 +109,7 @@ def test_ctrl_c_keeps_what_was_found(asked):
 
         def ask(self, options, *, cover=False):
             cases.append(options)
-            if len(cases) > 30:
+            if len(cases) > 15:
                 raise KeyboardInterrupt
             return pool.ask(options, cover=cover)
 

@@ -143,9 +143,15 @@ def test_what_is_not_known_is_not_advised_and_what_has_no_such_api_is():
     assert stale.pin is None
 
 
-def test_the_committed_records_advise_one_exact_version_or_say_why_not():
+@pytest.fixture(scope="module")
+def recorded():
+    """All that is recorded: some seconds."""
     packs = [pack for pack in all_packs() if pack.kind != "selftest"]
-    stored = history.load(RESULTS, packs)
+    return packs, history.load(RESULTS, packs)
+
+
+def test_the_committed_records_advise_one_exact_version_or_say_why_not(recorded):
+    packs, stored = recorded
     for package in {pack.package for pack in packs}:
         advice = pins.advise(package, packs, stored)
         assert (advice.pin is None) == bool(advice.to_dict()["refused"])
@@ -229,12 +235,11 @@ def test_json_is_as_its_schema_says_and_names_receipts_that_are_there():
         msgspec.json.decode(written.replace('"schema": 1', '"schema": 2'), type=timeline.Timeline)
 
 
-def test_every_osv_file_keeps_the_schema_that_it_names():
+def test_every_osv_file_keeps_the_schema_that_it_names(recorded):
     """https://github.com/ossf/osv-schema, validation/schema.json of main at 51b8156 (Apache License 2.0); 1.7.5 does not know x_ yet."""
     schema = json.loads((ROOT / "tests/data/osv-schema.json").read_text())
     check = jsonschema.Draft202012Validator(schema)
-    packs = all_packs()
-    stored = history.load(RESULTS, packs)
+    packs, stored = recorded
     documents = [timeline.osv(pack, stored.of(pack.name, pack.package)) for pack in packs if stored.of(pack.name, pack.package)]
     assert len(list(filter(None, documents))) > 10
     for document in filter(None, documents):
