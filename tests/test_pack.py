@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 
 from common import transforms
 from common.errors import UserError
-from common.files import PACKS
+from common.files import PACKS, ROOT
 from common.install import lanes
 from common.packs import scaffold
 from common.packs.pack import all_packs, find, load
@@ -223,3 +223,11 @@ def test_the_worst_of_several_errors_keeps_a_nan():
     """max(1e-7, nan) is 1e-7 in Python, so that a NaN in a later tensor would be right."""
     scripts = [path for pack in all_packs() for path in pack.folder.glob("*.py") if path.stem in ("repro", "validate")]
     assert [path for path in scripts if re.search(r"\bmax\(.*\bnorm\(\).* for ", path.read_text(encoding="utf-8"))] == []
+
+
+def test_a_script_finds_an_editable_install():
+    """Its files are not beside its metadata, so that to look for them there would make it an old release."""
+    found = [path for path in PACKS.glob("*/repro.py") if "locate_file(" in path.read_text(encoding="utf-8")]
+    beside = {path.parent.name[4:6] for path in found} - {"25"}  # which looks for nvcc
+    docs = (ROOT / "docs" / "checkouts.md").read_text(encoding="utf-8")
+    assert beside == set(re.findall(r"\d\d", re.search(r"editable install .* but for those of packs (.*?):", docs)[1]))

@@ -7,7 +7,7 @@ from common.packs.pack import find
 from common.store import history
 
 PACK = find("pack02")
-H100, H200 = "linux-x86_64-nvidia-h100-80gb-hbm3", "linux-x86_64-nvidia-h200"
+H100 = "linux-x86_64-nvidia-h100-80gb-hbm3"
 
 
 def test_the_receipts_are_what_the_readme_says():
@@ -32,8 +32,8 @@ def test_the_receipts_are_what_the_readme_says():
             found = re.search(rf"ok +{name}: {what} against fp64  (\S+) ", runs[side, H100, ""].log())
             assert found, name
             assert f"{float(found[1]):.1e}" == said
-    peaks = runs["patched", H200, "memory"].document().facts.metrics
-    for length in (1024, 4096, 16384, 32768):
+    peaks = runs["patched", H100, "memory"].document().facts.metrics
+    for length in (1024, 4096, 8192, 16384, 32768):
         peak = peaks[f"S={length}, GiB"]
         unfused = f"{peak['unfused']:.2f} GiB" if peak["unfused"] else "out of memory"
         assert row[str(length)] == [unfused, f"{peak['fused']:.2f} GiB"]

@@ -5,13 +5,13 @@
 """megatron-core: context-parallel DeepSeek sparse attention waits for the GPU in every forward, so a CUDA graph cannot be captured around it.
 
 A boolean index, .item() and torch.tensor(5, device="cuda") need the GPU's answer, or the CPU's memory: an error while a stream is captured.
-torch.cuda.graph captures each helper as dsa.py calls it; what can be captured is replayed with other inputs and compared with eager.
+torch.cuda.graph captures each helper as dsa.py calls it; what can be captured is replayed on the second cu_seqlens and compared with eager.
 Exits with 10 (BUG_REPRODUCED), 0 (BUG_ABSENT) or 125 (neither).
 """
 
-import importlib
 import inspect
-from importlib.metadata import distribution
+from importlib import import_module, metadata, util
+from pathlib import Path
 
 import torch
 
@@ -26,9 +26,9 @@ LENGTHS = {
 
 def release():
     """The modules dsa, dsa_layout and dsa_masking; one rank's process group."""
-    found = distribution("megatron-core")
-    FACTS["version"] = found.version
-    if not found.locate_file(f"{DSA.replace('.', '/')}/dsa_layout.py").exists():
+    FACTS["version"] = metadata.version("megatron-core")
+    core = Path(util.find_spec("megatron.core").origin).parent
+    if not core.joinpath("transformer/experimental_attention_variant/dsa_layout.py").exists():
         finish("UNTESTABLE", "no-api")
     if not torch.cuda.is_available():
         print("This needs an NVIDIA GPU, and torch sees none; nox -s pack01 runs it in the lane fake-cuda, without one.")
@@ -36,7 +36,7 @@ def release():
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
         sys.excepthook = unexpected  # torch's own, set there, would swallow the traceback
-    modules = [importlib.import_module(f"{DSA}.{name}") for name in ("dsa", "dsa_layout", "dsa_masking")]
+    modules = [import_module(f"{DSA}.{name}") for name in ("dsa", "dsa_layout", "dsa_masking")]
     gpu = "device:sm_{}{}".format(*torch.cuda.get_device_capability()) if torch.version.cuda else "source"
     FACTS.update(file=modules[1].__file__, evidence=gpu)
     return modules

@@ -96,10 +96,19 @@ def packed(layout, device):
             found = [local(tensor, cp, rank, tensor.device, output_size=size, **given).tolist() for rank in range(cp)]
             name = f"cp={cp}, {sequences} sequences, {cu[-1]} rows and {more * cp} of padding, covered={rows}"
             yield f"{name}: order", found == [zigzag(cu, cp, rank, size) for rank in range(cp)]
+            mirrored = [cu[-1] - at for at in reversed(cu)]
+            keys_cu = torch.tensor(mirrored, dtype=torch.int32, device=device)
+            held = local(tensor, cp, 1, tensor.device, output_size=size, **given)
+            others = [local(keys_cu, cp, rank, tensor.device, output_size=size, **given).tolist() for rank in range(cp)]
+            yield f"{name}: what a call gave stays when others are made", held.tolist() == found[1]
             both = {f"{which}_{key}": value for which in ("query", "key") for key, value in given.items()}
             _, keys = order(tensor, tensor, cp, 1, tensor.device, size, **both)
             gathered = torch.tensor([*itertools.chain(*found)], device=device)
             yield f"{name}: gathered keys are put in order", gathered[keys].tolist() == sorted(gathered.tolist())
+            positions, keys = order(tensor, keys_cu, cp, 1, tensor.device, size, **both)
+            gathered = torch.tensor([*itertools.chain(*others)], device=device)
+            right = gathered[keys].tolist() == sorted(gathered.tolist())
+            yield f"{name}: keys of other lengths than the queries", right and positions.tolist() == found[1]
     if pads:
         zeros, size = torch.zeros(4, dtype=torch.int32, device=device), 32
         for covered in (False, True):
@@ -233,7 +242,7 @@ def wide(dsa, layout, masking):
 
 
 def of_ranks(file):
-    """What each of three ranks is told of equal and of unequal lengths, on the CPU, as if on a GPU, and as if while a graph is captured."""
+    """What each of three ranks is told of equal and of unequal lengths, on the CPU, as if on a GPU, as if while a graph is captured, and after that."""
     torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
     dsa, group, rank = importlib.import_module(f"{DSA}.dsa"), torch.distributed.group.WORLD, torch.distributed.get_rank()
     uniform, real, told = dsa._validate_nonpacked_cp_uniform_length, torch.tensor, {}
@@ -241,6 +250,7 @@ def of_ranks(file):
         ("cpu", torch.device("cpu")),
         ("cuda", types.SimpleNamespace(type="cuda")),
         ("capture", types.SimpleNamespace(type="cuda")),
+        ("after a capture", types.SimpleNamespace(type="cuda")),
     ):
         on_cpu = lambda data, device=None, **more: real(data, **more)  # noqa: E731
         capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda way=way: way == "capture")

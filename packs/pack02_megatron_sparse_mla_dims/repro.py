@@ -9,10 +9,10 @@ Without a GPU the kernels' launches are replaced, and what they are built for is
 attention in fp64. Exits with 10 (BUG_REPRODUCED: a shape that the kernels can do is not fused), 0 (BUG_ABSENT) or 125 (neither).
 """
 
-import importlib
 import warnings
 from functools import partial
-from importlib.metadata import distribution
+from importlib import import_module, metadata, util
+from pathlib import Path
 
 import torch
 
@@ -25,13 +25,13 @@ launched, SIZES = [], ("heads", "dim", "tail_dim", "topk", "kv_group", "sm_scale
 def release():
     """The release's dispatcher. Where there is no GPU its launches are replaced: they give zeros of the right shape."""
     warnings.filterwarnings("ignore")
-    found = distribution("megatron-core")
-    if not found.locate_file(f"{DSA.replace('.', '/')}/ops/tilelang_dsa.py").exists():
+    core = Path(util.find_spec("megatron.core").origin).parent
+    if not core.joinpath("transformer/experimental_attention_variant/ops/tilelang_dsa.py").exists():
         finish("UNTESTABLE", "no-api")
-    importlib.import_module("tilelang")  # which SparseMLA needs
-    fwd, bwd, dsa = (importlib.import_module(f"{DSA}.ops.tilelang_{n}") for n in ("sparse_mla_fwd", "sparse_mla_bwd", "dsa"))
+    import_module("tilelang")  # which SparseMLA needs
+    fwd, bwd, dsa = (import_module(f"{DSA}.ops.tilelang_{n}") for n in ("sparse_mla_fwd", "sparse_mla_bwd", "dsa"))
     gpu = "device:sm_{}{}".format(*torch.cuda.get_device_capability()) if device == "cuda" else "source"
-    FACTS.update(file=dsa.__file__, version=found.version, evidence=gpu)
+    FACTS.update(file=dsa.__file__, version=metadata.version("megatron-core"), evidence=gpu)
     if device == "cuda":
         return dsa
 

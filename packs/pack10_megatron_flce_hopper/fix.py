@@ -23,6 +23,8 @@ def _unfused_forward(
     hidden, weight, labels, tp_group=None, reduction="mean", ignore_index=-100, sequence_parallel=False
 ):
     """Linear and cross entropy as the fused entry points compute it, by torch."""
+    if reduction not in ("none", "sum", "mean"):
+        raise ValueError(f"Invalid reduction: {reduction}")
     rank, world = 0, 1
     if tp_group is not None:
         rank, world = torch.distributed.get_rank(tp_group), torch.distributed.get_world_size(tp_group)
@@ -31,6 +33,7 @@ def _unfused_forward(
         global_hidden = hidden.new_empty((hidden.shape[0] * world, *hidden.shape[1:]))
         torch.distributed.all_gather_into_tensor(global_hidden, hidden.contiguous(), group=tp_group)
     x, target = global_hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    assert len(x) == len(target), f"{len(x)} tokens and {len(target)} labels"
     maximum = torch.full((len(x),), float("-inf"), dtype=torch.float32, device=x.device)
     accumulate, picked = torch.zeros_like(maximum), torch.zeros_like(maximum)
     for start in range(0, weight.shape[0], _CHUNK):

@@ -9,10 +9,10 @@ are not the GPU's own. nox -s pack10 makes a wheel of the commit. Exits with 10 
 """
 
 import contextlib
-import importlib
 import types
 import warnings
-from importlib.metadata import distribution
+from importlib import import_module, metadata, util
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -31,7 +31,7 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 @contextlib.contextmanager
 def as_if(capability):
     """A GPU of that compute capability, for the dispatcher alone; None is the machine's own. nvtx is not in a CPU build of torch."""
-    fused = importlib.import_module(FUSED)
+    fused = import_module(FUSED)
     fused.Platform._instance = None
     fused._get_platform.cache_clear()
     given = {"is_available": lambda: True, "current_device": lambda: 0, "get_device_capability": lambda *_: capability}
@@ -57,7 +57,7 @@ def loss_error(capability):
 @contextlib.contextmanager
 def importable(*names, **attributes):
     """Of CUTLASS and CUDA's bindings ``names`` alone can be imported, and hold nothing; Blackwell's entry is real, or holds ``attributes``."""
-    made, package = {name: types.ModuleType(name) for name in names}, importlib.import_module(BLACKWELL)
+    made, package = {name: types.ModuleType(name) for name in names}, import_module(BLACKWELL)
     with mock.patch.dict(sys.modules, {"cutlass": None, "cuda": None} | made):
         sys.modules.pop(f"{BLACKWELL}.entry", None)
         vars(package).pop("entry", None)
@@ -75,13 +75,13 @@ def dispatched(capability):
 
 
 def main():
-    release = distribution("megatron-core")
-    FACTS["version"] = release.version
-    if not release.locate_file(f"{FUSED.replace('.', '/')}.py").exists():
+    FACTS["version"] = metadata.version("megatron-core")
+    core = Path(util.find_spec("megatron.core").origin).parent
+    if not core.joinpath("fusions/fused_linear_cross_entropy.py").exists():
         print("No release has fused linear cross entropy: nox -s pack10 -- --variant d48bd6be0a runs a commit that has it.")
         finish("UNTESTABLE", "no-api")
     own = torch.cuda.get_device_capability() if device == "cuda" else None
-    FACTS.update(file=importlib.import_module(FUSED).__file__, evidence="device:sm_{}{}".format(*own) if own else "source")
+    FACTS.update(file=import_module(FUSED).__file__, evidence="device:sm_{}{}".format(*own) if own else "source")
     for minor in (0, 3):
         check("control", f"compute capability 10.{minor} with CUTLASS: the fused kernels are taken", dispatched((10, minor)))
     for capability, missing, there in CASES:

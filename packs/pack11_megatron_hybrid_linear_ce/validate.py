@@ -5,6 +5,7 @@ Two ranks talk through NCCL where there are two GPUs, else through gloo on CPU t
 """
 
 import argparse
+import ast
 import importlib
 import json
 import os
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from importlib.metadata import distribution
 from pathlib import Path
 from unittest import mock
 
@@ -24,7 +26,7 @@ parser.add_argument("--ranks", nargs="+", help=argparse.SUPPRESS)
 FUSED = "megatron.core.fusions.fused_linear_cross_entropy"
 S, B, H, V, PADDED = 8, 3, 64, 20000, 100  # two and a half of the fallback's chunks for each of two ranks
 BIG = {"cpu": (64, 256, 151936), "cuda": (2048, 4096, 151936)}  # tokens, hidden size, vocabulary
-LIMIT = 1e-5
+LIMIT, METHODS = 1e-5, ("__init__", "__post_init__", "forward")
 gpu = torch.cuda.is_available()
 
 
@@ -129,12 +131,15 @@ def function(name, device, group=None, rank=0, world=1, parallel=False, reductio
     own = hidden.chunk(world)[rank] if parallel else hidden
     own = own.flatten(0, 1) if flat else own  # [tokens, H]
     leaves = [own.contiguous().requires_grad_(), weight.chunk(world)[rank].contiguous().requires_grad_()]
-    with Made(labels.numel() * weight.shape[0] // world) as watch:
+    with Made(labels.numel() * weight.shape[0] // world) as watch, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         loss = importlib.import_module(FUSED).linear_cross_entropy(*leaves, labels, group, reduction, ignore, parallel)
         (loss * outer.flatten()).sum().backward(retain_graph=True)
     first = [t.grad.clone() for t in leaves]
-    (loss * outer.flatten()).sum().backward()
+    sent = outer.to(loss.dtype).view(loss.shape).clone()
+    loss.backward(sent)
     again = all(off(t.grad, 2 * g.double()) < 1e-6 for t, g in zip(leaves, first, strict=True))
+    again = again and torch.equal(sent, outer.to(loss.dtype).view(loss.shape))
     want = right[0], (right[1].chunk(world)[rank] if parallel else right[1]).view(own.shape), right[2].chunk(world)[rank]
     errors = [off(a, b) for a, b in zip((loss.detach(), *first), want, strict=True)]
     if hidden.dtype != torch.float32:
@@ -150,6 +155,7 @@ def function(name, device, group=None, rank=0, world=1, parallel=False, reductio
         "dtype": str(hidden.dtype),
         "shift": given.get("shift", 0.0),
         "again": again,
+        "told": [str(each.message) for each in said if "cross entropy" in str(each.message)],
     }
 
 
@@ -301,8 +307,14 @@ def judge(found, where):
         check("trigger", f"{where}: {found['name']}: makes no tensor of its logits' size", not found["logits"])
     if "fp32" in found:
         check("trigger", f"{where}: {found['name']}: the loss is fp32", found["fp32"])
+    if "told" in found:
+        check("trigger", f"{where}: {found['name']}: nothing more is said of it", not found["told"])
     if "again" in found:
-        check("trigger", f"{where}: {found['name']}: a second backward gives the same", found["again"])
+        check(
+            "trigger",
+            f"{where}: {found['name']}: a second backward gives the same, and leaves the loss's gradient as it was",
+            found["again"],
+        )
 
 
 def refused(impl, fusion=True, kind="TransformerConfig"):
@@ -314,6 +326,41 @@ def refused(impl, fusion=True, kind="TransformerConfig"):
     except ValueError as error:
         return all(repr(name) in str(error) for name in (impl, "native", "te"))
     return False if (made.cross_entropy_loss_fusion, made.cross_entropy_fusion_impl) == (fusion, impl) else None
+
+
+def changed():
+    """What is not the release's, but for what is run here: the configuration, the models' layer and call, and the dispatcher."""
+    own, released = Path(FACTS["file"]).parents[2], Path(distribution("megatron-core").locate_file("megatron/core"))
+    run = {"model_parallel_config.py": "ModelParallelConfig", "fusions/fused_linear_cross_entropy.py": ""}
+    run |= {"models/mamba/mamba_model.py": "MambaModel", "models/hybrid/hybrid_model.py": "HybridModel"}
+
+    def parts(file, owner):
+        """The file's code but for imports, and for what is run of the class ``owner``."""
+        for part in ast.parse(file.read_text()).body:
+            for each in part.body if getattr(part, "name", "") == owner else [part]:
+                if not isinstance(each, (ast.Import, ast.ImportFrom)) and getattr(each, "name", "") not in METHODS:
+                    yield ast.dump(each)
+
+    for file in sorted(released.rglob("*.py")):
+        name = str(file.relative_to(released))
+        if not (own / name).is_file() or (own / name).read_bytes() != file.read_bytes():
+            owner = run.get(name)
+            if owner is None or (owner and [*parts(file, owner)] != [*parts(own / name, owner)]):
+                yield name
+
+
+def arguments():
+    """A reduction that there is not, and fewer labels than tokens: refused, as by the fused entry points."""
+    call, given = importlib.import_module(FUSED).linear_cross_entropy, inputs("cuda" if gpu else "cpu", sizes=(S * B, H, 1000))
+    for name, args in (
+        *((f"reduction={reduction!r}", (*given, None, reduction)) for reduction in ("Mean", "batchmean", "", None)),
+        ("one label for all tokens", (*given[:2], given[2][:1, :1])),
+    ):
+        try:
+            said = f"{call(*args)}"
+        except (ValueError, AssertionError) as error:
+            said = type(error).__name__
+        check("trigger", f"{name} is refused: {said[:60]}", said == ("AssertionError" if "label" in name else "ValueError"))
 
 
 def configurations(linear):
@@ -328,6 +375,8 @@ def configurations(linear):
 
 def main():
     hybrid, linear = release()
+    other = [*changed()]
+    check("trigger", f"nothing is changed but what is run here: {other or 'nothing'}", not other)
     if not linear:
         configurations(linear)
         finish()
@@ -340,6 +389,7 @@ def main():
     check("control", "fp64 rounded to bf16 is not fp64", off(torch.tensor([0.1]).bfloat16(), torch.tensor([0.1]).double()) > 0)
     for reduction in ("none", "sum", "mean"):
         judge(function(reduction, device, reduction=reduction), "one rank")
+    arguments()
     judge(function("label 7 ignored", device, ignore=7), "one rank")
     judge(function("hidden states without a batch", device, flat=True), "one rank")
     for shift in (-128.0, 1000.0):

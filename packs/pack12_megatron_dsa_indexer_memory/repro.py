@@ -8,9 +8,9 @@ Twice, and again in the backward: scores of all indexer heads, and of all attent
 bytes alive are counted under fake tensors. Exits with 10 (BUG_REPRODUCED: a peak is over 8 GiB), 0 (BUG_ABSENT) or 125 (neither).
 """
 
-import importlib
 import types
-from importlib.metadata import distribution
+from importlib import import_module, metadata, util
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -18,20 +18,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 S, B, HEADS, H, D_ATTENTION, D = 4096, 8, 128, 32, 192, 128  # HEADS of attention as in DeepSeek-V3.2, H of the indexer
-GIB, LIMIT = 2**30, 8  # GiB: 16 tensors [B, S, S] in fp32
-device = "cuda" if torch.cuda.is_available() else "cpu"
+GIB, LIMIT, device = 2**30, 8, "cuda" if torch.cuda.is_available() else "cpu"  # 8 GiB: 16 tensors [B, S, S] in fp32
 causal = lambda S: torch.full((S, S), float("-inf"), device=device).triu_(1)  # noqa: E731
 alone = types.SimpleNamespace(tp=types.SimpleNamespace(size=lambda: 1))  # tensor-parallel group of one rank
 
 
 def release():
     """The release's module of DeepSeek sparse attention."""
-    found, name = distribution("megatron-core"), "megatron.core.transformer.experimental_attention_variant.dsa"
-    if not found.locate_file(f"{name.replace('.', '/')}.py").exists():
+    core = Path(util.find_spec("megatron.core").origin).parent
+    if not core.joinpath("transformer/experimental_attention_variant/dsa.py").exists():
         finish("UNTESTABLE", "no-api")
-    dsa = importlib.import_module(name)
+    dsa = import_module("megatron.core.transformer.experimental_attention_variant.dsa")
     gpu = "device:sm_{}{}".format(*torch.cuda.get_device_capability()) if device == "cuda" else "source"
-    FACTS.update(file=dsa.__file__, version=found.version, evidence=gpu, claims={"MEMORY_SAVE_VERIFIED": "peak of"})
+    FACTS.update(file=dsa.__file__, version=metadata.version("megatron-core"), evidence=gpu)
+    FACTS["claims"] = {"MEMORY_SAVE_VERIFIED": "peak of"}
     return dsa
 
 

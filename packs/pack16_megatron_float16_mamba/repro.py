@@ -11,9 +11,9 @@ module.bfloat16() or .half() on all. Here Mamba3's have the mark that upstream's
 Exits with 10 (BUG_REPRODUCED: they are cast), 0 (BUG_ABSENT) or 125 (neither).
 """
 
-import importlib.util
 import inspect
-from importlib.metadata import distribution
+from importlib import import_module, metadata, util
+from pathlib import Path
 
 import torch
 
@@ -24,20 +24,20 @@ KEPT = {"MambaMixer": ["A_log", "D"], "Mamba3": MAMBA3, "Mamba3 MIMO": [*MAMBA3[
 
 def release():
     """The module of Float16Module, that of MambaMixer, and mamba-ssm's of Mamba3."""
-    found = distribution("megatron-core")
-    sys.modules["mamba_ssm"] = importlib.util.module_from_spec(importlib.util.find_spec("mamba_ssm"))  # no CUDA extension
-    if not any(found.locate_file("megatron/core/ssm").glob("mamba_mixer.py")):
+    sys.modules["mamba_ssm"] = util.module_from_spec(util.find_spec("mamba_ssm"))  # no CUDA extension
+    core = Path(util.find_spec("megatron.core").origin).parent
+    if not core.joinpath("ssm/mamba_mixer.py").exists():
         finish("UNTESTABLE", "no-api")
     names = "megatron.core.transformer.module", "megatron.core.ssm.mamba_mixer", "mamba_ssm.modules.mamba3"
-    modules = [importlib.import_module(name) for name in names]
+    modules = [import_module(name) for name in names]
     gpu = "device:sm_{}{}".format(*torch.cuda.get_device_capability()) if device == "cuda" else "source"
-    FACTS.update(file=modules[0].__file__, version=found.version, evidence=gpu)
+    FACTS.update(file=modules[0].__file__, version=metadata.version("megatron-core"), evidence=gpu)
     return modules
 
 
 def config_of(dtype):
     """A configuration of one rank."""
-    core = {n: importlib.import_module(f"megatron.core.{n}") for n in ("parallel_state", "tensor_parallel", "transformer")}
+    core = {n: import_module(f"megatron.core.{n}") for n in ("parallel_state", "tensor_parallel", "transformer")}
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         core["parallel_state"].initialize_model_parallel()
@@ -49,10 +49,10 @@ def config_of(dtype):
 
 def layers(mamba_mixer, mamba3, config):
     """Three Mamba layers built for half precision, and a linear one in fp32. What is kept in fp32 has no round values."""
-    parallel, given = importlib.import_module("megatron.core.tensor_parallel"), {"layer_number": 1}
+    parallel, given = import_module("megatron.core.tensor_parallel"), {"layer_number": 1}
     for name, kind in (("pg_collection", "ProcessGroupCollection"), ("model_comm_pgs", "ModelCommProcessGroups")):
         if name in inspect.signature(mamba_mixer.MambaMixer).parameters:
-            groups = importlib.import_module("megatron.core.process_groups_config")
+            groups = import_module("megatron.core.process_groups_config")
             given[name] = getattr(groups, kind).use_mpu_process_groups(required_pgs=["tp", "cp"])
     parts = mamba_mixer.MambaMixerSubmodules(in_proj=parallel.ColumnParallelLinear, out_proj=parallel.RowParallelLinear)
     mixer = mamba_mixer.MambaMixer(config, parts, config.hidden_size, **given)

@@ -10,8 +10,8 @@ main loop, which needs compute capability 10, does not. No release has this: nox
 Exits with 10 (BUG_REPRODUCED), 0 (BUG_ABSENT) or 125 (neither).
 """
 
-import importlib
-from importlib.metadata import distribution
+from importlib import import_module, metadata, util
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,7 @@ def epilogues(shift, reduction=0, T=T, V=V, splits=SPLITS, ignored=IGNORED):
 
     ``shift``: around what logits are, one number, or one for each token, [T, 1], or for each logit.
     """
-    kernels = importlib.import_module(EPILOGUES)
+    kernels = import_module(EPILOGUES)
     torch.manual_seed(0)
     logits, labels = torch.randn(T, V, device=device) + shift, torch.randint(0, V, (T,), device=device)
     labels[::7] = ignored
@@ -60,16 +60,16 @@ def epilogues(shift, reduction=0, T=T, V=V, splits=SPLITS, ignored=IGNORED):
 
 
 def release():
-    found = distribution("megatron-core")
-    FACTS["version"] = found.version
-    if not found.locate_file(f"{EPILOGUES.replace('.', '/')}.py").exists():
+    FACTS["version"] = metadata.version("megatron-core")
+    core = Path(util.find_spec("megatron.core").origin).parent
+    if not core.joinpath("fusions/linear_cross_entropy/blackwell/triton.py").exists():
         print("No release has fused linear cross entropy: nox -s pack45 -- --variant d48bd6be0a runs a commit that has it.")
         finish("UNTESTABLE", "no-api")
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         print("This needs a GPU, and torch sees none; nox -s pack45 runs it in the lane triton-interpreter, without one.")
         finish("UNTESTABLE", "no-device")
     gpu = "device:sm_{}{}".format(*torch.cuda.get_device_capability()) if device == "cuda" else "interpreter"
-    FACTS.update(file=importlib.import_module(EPILOGUES).__file__, evidence=gpu)
+    FACTS.update(file=import_module(EPILOGUES).__file__, evidence=gpu)
 
 
 def main():
