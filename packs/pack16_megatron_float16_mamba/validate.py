@@ -2,15 +2,18 @@
 
 Runs after repro.py on the patched side, in bf16 and fp16: every parameter and buffer, which stay the objects that they were (tied, frozen, not
 saved), attributes that other parts of Megatron read, mixers that were built in fp32, what the wrapper does with inputs and outputs, and the
-marks taken off again.
+marks taken off again. Other code is the release's, word for word.
 """
 
+import ast
 import functools
 import inspect
+from importlib.metadata import distribution
+from pathlib import Path
 from unittest import mock
 
 import torch
-from repro import KEPT, check, config_of, device, finish, layers, release
+from repro import FACTS, KEPT, check, config_of, device, finish, layers, release
 
 
 def model(mamba_mixer, mamba3, config):
@@ -35,6 +38,31 @@ def state(module):
     return dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
 
 
+def changed():
+    """What is not the release's, but for how the two classes are made and functions that are new."""
+    own, released = Path(FACTS["file"]).parents[1], Path(distribution("megatron-core").locate_file("megatron/core"))
+    made = {"transformer/module.py": "Float16Module", "ssm/mamba_mixer.py": "MambaMixer"}
+
+    def parts(file, owner):
+        """The file's code but for ``owner.__init__``."""
+        for part in ast.parse(file.read_text()).body:
+            yield from part.body if getattr(part, "name", "") == owner else [part]
+
+    for file in sorted(released.rglob("*.py")):
+        name = str(file.relative_to(released))
+        if (own / name).is_file() and (own / name).read_bytes() == file.read_bytes():
+            continue
+        if name not in made or not (own / name).is_file():
+            yield name
+            continue
+        was = [ast.dump(part) for part in parts(file, made[name]) if getattr(part, "name", "") != "__init__"]
+        now = [part for part in parts(own / name, made[name]) if getattr(part, "name", "") != "__init__"]
+        new = [part for part in now if isinstance(part, ast.FunctionDef) and ast.dump(part) not in was]
+        taken = {part.name for part in now if part not in new and isinstance(part, ast.FunctionDef)} | {*dir(torch.nn.Module)}
+        if [ast.dump(part) for part in now if part not in new] != was or taken & {part.name for part in new}:
+            yield name
+
+
 class Seen(torch.nn.Module):
     """Hands its input on, and keeps its dtype."""
 
@@ -45,6 +73,7 @@ class Seen(torch.nn.Module):
 
 def main():
     module, mamba_mixer, mamba3 = release()
+    check("trigger", f"nothing else is changed: {', '.join(changed()) or 'nothing'}", not [*changed()])
     marked = {f"{layer.replace(' ', '_')}.{n}" for layer, names in KEPT.items() for n in names}
     marked |= {"Linear_in_fp32.tied", "Linear_in_fp32.marked"}
     for dtype in (torch.bfloat16, torch.float16):
@@ -78,8 +107,8 @@ def main():
             module.Float16Module(config, mixer)
             found = {n for n, p in mixer.named_parameters() if p.dtype == torch.float32}
             check("trigger", f"{dtype}: also with D_has_hdim and without initialization", found == set(KEPT["MambaMixer"]))
-        own, changed = mamba_mixer.MambaMixer, {"layer_number": 2, "rmsnorm": False}
-        with mock.patch.object(mamba_mixer, "MambaMixer", functools.wraps(own)(lambda *a, **k: own(*a, **k | changed))):  # noqa: B023
+        own, unlike = mamba_mixer.MambaMixer, {"layer_number": 2, "rmsnorm": False}
+        with mock.patch.object(mamba_mixer, "MambaMixer", functools.wraps(own)(lambda *a, **k: own(*a, **k | unlike))):  # noqa: B023
             second = layers(mamba_mixer, mamba3, config)["MambaMixer"]
         module.Float16Module(config, second)
         found = {n for n, p in second.named_parameters() if p.dtype == torch.float32}

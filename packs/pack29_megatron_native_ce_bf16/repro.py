@@ -10,10 +10,10 @@ Exits with 10 (BUG_REPRODUCED: the gradient has 8 bits), 0 (BUG_ABSENT) or 125 (
 """
 
 import argparse
-import importlib
 import inspect
 import warnings
-from importlib.metadata import distribution
+from importlib import import_module, metadata, util
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +26,8 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 def release():
     """The fused cross entropy and the unfused one, of a tensor-parallel group of one rank: functions of logits and labels."""
     warnings.filterwarnings("ignore")
-    found = distribution("megatron-core")
-    if not any(found.locate_file("megatron/core/fusions").glob("fused_cross_entropy.py")):
+    FACTS["version"], core = metadata.version("megatron-core"), util.find_spec("megatron.core")
+    if core is None or not Path(core.origin).with_name("fusions").joinpath("fused_cross_entropy.py").exists():
         finish("UNTESTABLE", "no-api")
     try:
         torch.cuda.current_device()
@@ -35,9 +35,9 @@ def release():
         print("megatron-core asks for the current CUDA device, and torch sees none; nox -s pack29 answers in its place.")
         finish("UNTESTABLE", "no-device")
     names = "fusions.fused_cross_entropy", "tensor_parallel", "parallel_state"
-    fusion, tensor_parallel, parallel_state = (importlib.import_module(f"megatron.core.{name}") for name in names)
+    fusion, tensor_parallel, parallel_state = (import_module(f"megatron.core.{name}") for name in names)
     gpu = "device:sm_{}{}".format(*torch.cuda.get_device_capability()) if device == "cuda" else "source"
-    FACTS.update(file=fusion.__file__, version=found.version, evidence=gpu)
+    FACTS.update(file=fusion.__file__, evidence=gpu)
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         sys.excepthook = unexpected  # torch's own, set there, would swallow the traceback

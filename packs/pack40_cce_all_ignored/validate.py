@@ -1,80 +1,88 @@
 """The deep check of a fix of pack40: batches with no, one, some and all labels, each option, and what is trained.
 
-Runs after repro.py on the patched side. Where a batch has a label, loss and gradients stay the release's, bit for bit.
+Runs after repro.py on the patched side. Where a batch has a label, loss and gradients are what the release itself gives in another process, bit for bit;
+where it has none, the gradients are 0, and the loss is the release's.
 """
 
-import importlib.util
 import itertools
-import math
-from importlib.metadata import distribution
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import torch
-from repro import check, device, finish, release
+from repro import FACTS, check, device, finish, release
 
-OPTIONS = {
-    "as they are": {},
-    "shift": {"shift": True},
-    "softcap": {"softcap": 5.0},
-    "ignore_index": {"ignore_index": 7},
-    "no filter": {"filter_eps": None},
-}
-
-
-def as_released():
-    """The release's own autograd function, from the file that the patched one hides."""
-    file = distribution("cut-cross-entropy").locate_file("cut_cross_entropy/cce.py")
-    spec = importlib.util.spec_from_file_location("cut_cross_entropy.as_released", file)
-    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-    return module.cce_linear_cross_entropy
+SMALL, BLOCKS, BATCHES = (13, 24, 33), (150, 24, 70), (3, 4, 24, 33)  # of tokens, H and V: a block, more than one, batches of 4
+OPTIONS = {"shift": True}, {"softcap": 5.0}, {"ignore_index": 7}, {"filter_eps": None}
+FIRST = "the first of each row"  # has a label, which shift leaves out
+#: Tokens, H and V; options; the reduction; how many tokens have a label; what is trained, of x and w.
+CASES = [
+    *((SMALL, {}, *case, "xw") for case in itertools.product(("mean", "sum", "none"), (0, 1, 5, 13))),
+    *((SMALL, {}, "mean", many, trained) for many, trained in itertools.product((0, 5), "xw")),
+    *((SMALL, given, "mean", many, "xw") for given, many in itertools.product(OPTIONS, (0, 1, 13))),
+    (SMALL, {"ignore_index": 7}, "sum", 0, "xw"),
+    *((BLOCKS, {}, *case, "xw") for case in (("mean", 0), ("mean", 1), ("mean", 150), ("sum", 150))),
+    *((BATCHES, {}, *case, "xw") for case in (("mean", 0), ("mean", 1), ("mean", 12), ("none", 12))),
+    *((shape, {"shift": True}, "mean", FIRST, "xw") for shape in (SMALL, BLOCKS, BATCHES)),
+]
 
 
-def run(function, tensors, y, trained, **given):
-    """The loss, and the gradients of what is trained, of the loss times 2; NaN for them where the bug is."""
-    x, w = (t.detach().requires_grad_(n in trained) for t, n in zip(tensors, "xw", strict=True))
-    loss = function(x, w, y, **given)
+def run(case):
+    """The loss, and the gradients of what is trained, of the loss times 2, on a CPU; the loss alone where the bug is. Whether a label counts."""
+    (*tokens, H, V), given, reduction, many, trained = case
+    torch.manual_seed(1)
+    x, w, y = torch.randn(*tokens, H), torch.randn(V, H), torch.randint(8, V, tokens)
+    left = torch.randperm(y.numel())[y.numel() if many == FIRST else many :]
+    y.view(-1)[left] = given.get("ignore_index", -100)
+    if many == FIRST:
+        y[:], y[..., 0] = -100, 5
+    x, w = (t.to(device, torch.float16).requires_grad_(n in trained) for n, t in (("x", x), ("w", w)))
+    loss = release().linear_cross_entropy(x, w, y.to(device), reduction=reduction, impl="cce", **given)
     try:
         (2 * loss).sum().backward()
     except ZeroDivisionError:
-        return [loss.detach(), torch.full((1,), math.nan)]
-    return [loss.detach(), *(t.grad for t in (x, w) if t.requires_grad)]
+        return [loss.detach().cpu()], False
+    counts = (y[..., 1:] if "shift" in given else y).ne(given.get("ignore_index", -100)).any().item()
+    return [t.cpu() for t in (loss.detach(), x.grad, w.grad) if t is not None], counts
+
+
+def alike(got, want):
+    """Bit for bit; each NaN is one."""
+    for g, r in zip(got, want, strict=True):
+        if g.dtype != r.dtype or g.shape != r.shape or not torch.equal(g.isnan(), r.isnan()):
+            return False
+        if not torch.equal(g[~g.isnan()].view(torch.uint8), r[~r.isnan()].view(torch.uint8)):
+            return False
+    return True
 
 
 def main():
-    from cut_cross_entropy.cce import cce_linear_cross_entropy as fixed
-
-    released = as_released()
-    torch.manual_seed(1)
-    for (BT, H, V), dims in (((13, 24, 33), 1), ((150, 24, 70), 1), ((12, 24, 33), 2)):
-        x, w = torch.randn(BT, H).to(device, torch.float16), torch.randn(V, H).to(device, torch.float16)
-        options = OPTIONS if BT == 13 else {"as they are": {}}
-        for (name, given), reduction, many in itertools.product(options.items(), ("mean", "sum", "none"), (0, 1, 5, BT)):
-            y = torch.randint(8, V, (BT,), device=device)
-            y[torch.randperm(BT, device=device)[many:]] = given.get("ignore_index", -100)
-            rows, labels = (x.reshape(3, -1, H), y.reshape(3, -1)) if dims == 2 else (x, y)
-            if name not in ("as they are", "ignore_index") and reduction == "none":
-                continue
-            for trained in ("xw", "x", "w") if name == "as they are" and BT == 13 else ("xw",):
-                said = f"{(BT, H, V)}, {dims} dims, {name}, {reduction}, {many} with a label, trained {trained}"
-                got = run(fixed, (rows, w), labels, trained, reduction=reduction, **given)
-                if (labels[..., 1:] if "shift" in given else labels).ne(given.get("ignore_index", -100)).any():
-                    want = run(released, (rows, w), labels, trained, reduction=reduction, **given)
-                    check("control", f"{said}: the release's, bit for bit", all(map(torch.equal, got, want)))
-                    continue
-                role = "trigger" if reduction == "mean" else "control"
-                check(role, f"{said}: a loss of 0 or NaN", not torch.nan_to_num(got[0]).any().item())
-                check(role, f"{said}: gradients of 0", not any(g.any().item() for g in got[1:]))
-        # The first label of each row is none where labels are shifted: nothing counts then.
-        rows, labels = (x.reshape(3, -1, H), torch.full((3, BT // 3), -100)) if dims == 2 else (x, torch.full((BT,), -100))
-        labels[..., 0] = 5
-        got = run(fixed, (rows, w), labels.to(device), "xw", reduction="mean", shift=True)
-        check(
-            "trigger",
-            f"{(BT, H, V)}, {dims} dims: gradients of 0 where shift leaves no label",
-            not any(g.any() for g in got[1:]),
-        )
-    check("control", "the function that is called is the fixed one", release().cce.cce_linear_cross_entropy is fixed)
+    release()
+    kept, overlay = Path("released.pt").resolve(), str(Path(FACTS["file"]).parents[1])
+    path = os.pathsep.join(each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each != overlay)
+    command = [sys.executable, *sys.orig_argv[1:], "--released", str(kept)]  # in this lane
+    other = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.DEVNULL)
+    found = [run(case) for case in CASES]
+    if other.wait():
+        finish("CHANGED", "the release itself could not be run")
+    file, released = torch.load(kept)
+    check("control", "the release itself, in another process", Path(file).parents[1] != Path(overlay))
+    for case, (got, counts), (want, _) in zip(CASES, found, released, strict=True):
+        shape, given, reduction, many, trained = case
+        said = f"{shape}, {given or 'no option'}, {reduction}, {many} with a label, trained {trained}"
+        if counts:
+            check("control", f"{said}: the release's, bit for bit", alike(got, want))
+            continue
+        role = "trigger" if reduction == "mean" else "control"
+        check(role, f"{said}: the release's loss, or 0", alike(got[:1], want[:1]) or not got[0].any().item())
+        check(role, f"{said}: gradients of 0", len(got) > 1 and not any(g.any().item() for g in got[1:]))
     finish()
 
 
 if __name__ == "__main__":
-    main()
+    if "--released" in sys.argv:
+        found = [run(case) for case in CASES]
+        torch.save((FACTS["file"], found), sys.argv[-1])
+    else:
+        main()
