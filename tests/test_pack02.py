@@ -32,7 +32,7 @@ def test_the_receipts_are_what_the_readme_says():
             found = re.search(rf"ok +{name}: {what} against fp64  (\S+) ", runs[side, H100, ""].log())
             assert found, name
             assert f"{float(found[1]):.1e}" == said
-    peaks = runs["patched", H100, "memory"].document().facts.metrics
+    peaks = runs["patched", "linux-x86_64-nvidia-h200", "memory"].document().facts.metrics
     for length in (1024, 4096, 8192, 16384, 32768):
         peak = peaks[f"S={length}, GiB"]
         unfused = f"{peak['unfused']:.2f} GiB" if peak["unfused"] else "out of memory"

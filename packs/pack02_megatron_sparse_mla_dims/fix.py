@@ -2,7 +2,8 @@
 
 The kernels have their dimensions as parameters; what is fixed at 576 and 512 is the host code around them. Admitted are a tail of 64 channels,
 which is MLA's, beside value channels that are a power of two, which the forward kernel asserts, and at least a tile of 64; if the forward's
-shared memory fits the device: 64 query heads, two stages of 64 keys, and 10 KiB of scores, indices and sums. The backward needs less.
+shared memory fits the device: 64 query heads, two stages of 64 keys, and 10 KiB of scores, indices and sums. The backward needs less, unless
+MCORE_DSA_TILELANG_BWD_MAX_BLOCK_H is 64: then it needs 2 to 10 KiB more than is counted here, and no GPU has a limit in between.
 """
 
 from common.transforms import insert_before, replace

@@ -5,6 +5,7 @@ be what a block of an H100 can have; with one they run at several numbers of hea
 """
 
 import hashlib
+import importlib
 import importlib.util
 import json
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from repro import DSA, FACTS, SCALE, check, device, finish, inputs, judge, launched, release
+from repro import CHECKS, DSA, FACTS, SCALE, check, device, finish, inputs, judge, launched, mark, release
 
 LIMIT = 232_448  # bytes of shared memory that a block can have on sm_90; CUDA C++ Programming Guide, compute capabilities
 ADMITTED = ((128, 64), (192, 128), (320, 256), (576, 512))
@@ -76,15 +77,54 @@ def refused(dispatcher, name, query, key, indices, value):
 
 def admitted_on(limit, dispatcher, total, value):
     """Whether a shape is fused on a device whose blocks can have so much shared memory: CPU tensors that say they are there, and its properties replaced."""
-    known, torch.cuda.get_device_properties = (
-        torch.cuda.get_device_properties,
-        lambda *_: SimpleNamespace(shared_memory_per_block_optin=limit),
-    )
+    query, key, indices = inputs(total)
+
+    def properties(which=None):
+        asked = which in (query.device, query.get_device())
+        return SimpleNamespace(shared_memory_per_block_optin=limit if asked else 0)
+
+    known, torch.cuda.get_device_properties = torch.cuda.get_device_properties, properties
     torch.Tensor.is_cuda = True
-    out = dispatcher.fused_sparse_mla_absorbed(*inputs(total), SCALE, value)
+    out = dispatcher.fused_sparse_mla_absorbed(query, key, indices, SCALE, value)
     torch.cuda.get_device_properties = known
     del torch.Tensor.is_cuda
     return out is not None
+
+
+def arrives(dispatcher, total, value, rows, **sizes):
+    """Whether output and gradients are what the replaced launches give, without what they are padded with; zero where a row has no key."""
+    query, key, indices = inputs(total, rows=rows, **sizes)
+    out = dispatcher.fused_sparse_mla_absorbed(query, key, indices, SCALE, value)
+    if out is None:
+        return False
+    out.backward(torch.randn_like(out))
+    found, heads = [], max(query.shape[2], 16)
+    for got, n, width in ((out, heads, value), (query.grad, heads, total), (key.grad, 1, total)):
+        want = mark(got.shape[1], -(-len(got) // 256) * 256, n, width)[:, : len(got), : got.shape[2]].transpose(0, 1)
+        want[5] *= n == 1
+        found.append(torch.equal(got, want))
+    return all(found)
+
+
+def in_turns(dispatcher, shapes):
+    """Value channels and tails that backwards are built for, after all the forwards."""
+    outs = [dispatcher.fused_sparse_mla_absorbed(*inputs(total), SCALE, value) for total, value in shapes]
+    launched.clear()
+    for out in outs:
+        out.backward(torch.ones_like(out))
+    return [row[2:4] for row in launched if row[0] in ("forward", "backward")]
+
+
+def four_arguments(total, value):
+    """Whether SparseMLA.apply can be called as in the release: [B, S, heads, total] bf16, int32 indices [B, S, 1, topk], and the scale."""
+    query, key, indices = inputs(total)
+    sparse_mla = importlib.import_module(f"{DSA}.ops.sparse_mla").SparseMLA
+    launched.clear()
+    query, key = (t.detach().transpose(0, 1).contiguous().requires_grad_() for t in (query, key))
+    out = sparse_mla.apply(query, key, indices[:, :, None].int().contiguous(), SCALE)[0]
+    out.sum().backward()
+    built = {row[2:4] for row in launched if row[0] in ("forward", "backward")}
+    return out.shape[-1] == value and built == {(value, total - value)} and query.grad is not None
 
 
 def main():
@@ -94,10 +134,20 @@ def main():
         for total, value in ADMITTED:
             judge(dispatcher, "control" if total == 576 else "trigger", total, value, heads=8, S=300, B=1, topk=128)
         judge(dispatcher, "trigger", 192, 128, heads=128, S=2048, B=1, topk=1024)
+        judge(dispatcher, "trigger", 192, 128, heads=8, S=300, B=1, topk=128, rows=100)
     else:
         for heads in (8, 16, 128):
             for total, value in ADMITTED:
                 judge(dispatcher, "trigger", total, value, heads=heads)
+                for rows in (256, 100) if heads < 128 else (100,):
+                    said = (
+                        f"{total} channels, {value} of value, {heads} heads, {rows} rows: output and gradients are the kernels'"
+                    )
+                    check("trigger", said, arrives(dispatcher, total, value, rows, heads=heads))
+        turns = in_turns(dispatcher, ADMITTED)
+        want = [(value, total - value) for total, value in ADMITTED for _ in range(2)]
+        check("trigger", "all forwards, then all backwards: each is built for its own channels", turns == want)
+        check("trigger", "SparseMLA.apply without a number of value channels has 512 of 576", four_arguments(576, 512))
     for total, value in REFUSED:
         refused(dispatcher, f"{total} channels, {value} of value", *inputs(total), value)
     for total, value in ((192, 128), (576, 512)):
@@ -136,6 +186,11 @@ def main():
                 check("trigger", said, admitted_on(limit, dispatcher, total, value) == (needed <= limit))
     else:
         torch.cuda.synchronize()
+        found = [(row["role"], row["error"] or float("nan")) for row in CHECKS if "error" in row]
+        trigger, control = (
+            torch.tensor([error for role, error in found if role == name]).max() for name in ("trigger", "control")
+        )
+        check("trigger", f"errors of {trigger:.1e} at most, not twice those of 576/512", bool(trigger <= 2 * control))
     finish()
 
 

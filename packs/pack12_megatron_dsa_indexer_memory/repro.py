@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 S, B, HEADS, H, D_ATTENTION, D = 4096, 8, 128, 32, 192, 128  # HEADS of attention as in DeepSeek-V3.2, H of the indexer
+DSA = "transformer/experimental_attention_variant/dsa"
 GIB, LIMIT, device = 2**30, 8, "cuda" if torch.cuda.is_available() else "cpu"  # 8 GiB: 16 tensors [B, S, S] in fp32
 causal = lambda S: torch.full((S, S), float("-inf"), device=device).triu_(1)  # noqa: E731
 alone = types.SimpleNamespace(tp=types.SimpleNamespace(size=lambda: 1))  # tensor-parallel group of one rank
@@ -25,13 +26,12 @@ alone = types.SimpleNamespace(tp=types.SimpleNamespace(size=lambda: 1))  # tenso
 
 def release():
     """The release's module of DeepSeek sparse attention."""
-    core = Path(util.find_spec("megatron.core").origin).parent
-    if not core.joinpath("transformer/experimental_attention_variant/dsa.py").exists():
+    FACTS["version"], core = metadata.version("megatron-core"), getattr(util.find_spec("megatron.core"), "origin", None)
+    if not core or not Path(core).parent.joinpath(f"{DSA}.py").exists():
         finish("UNTESTABLE", "no-api")
-    dsa = import_module("megatron.core.transformer.experimental_attention_variant.dsa")
+    dsa = import_module("megatron.core." + DSA.replace("/", "."))
     gpu = "device:sm_{}{}".format(*torch.cuda.get_device_capability()) if device == "cuda" else "source"
-    FACTS.update(file=dsa.__file__, version=metadata.version("megatron-core"), evidence=gpu)
-    FACTS["claims"] = {"MEMORY_SAVE_VERIFIED": "peak of"}
+    FACTS.update(file=dsa.__file__, evidence=gpu, claims={"MEMORY_SAVE_VERIFIED": "peak of"})
     return dsa
 
 

@@ -11,10 +11,13 @@ import sys
 import types
 from pathlib import Path
 
+import repro
 import torch
 from repro import FACTS, causal, check, definition, device, finish, inputs, loss_of, peaks, release
 from repro import LIMIT as MOST
 from repro import S as MOST_ROWS
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
 
 #: The options that 0.19 brought, in the order of its function.
@@ -50,6 +53,8 @@ def outcome(dsa, tensors, needs=(True,) * 3, gradient=1.0, again=None, **options
     if {*MORE} & {*options}:
         options["more"] = [options.pop(name, default) for name, default in MORE.items()]
     loss, picked = loss_of(dsa, *leaves, *tensors[3:], **options)
+    if again:  # another loss of the same shape goes forward before this one goes backward
+        loss_of(dsa, *(leaf.detach().flip(0).requires_grad_(leaf.requires_grad) for leaf in leaves), *tensors[3:], **options)
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     first = torch.autograd.grad(loss, wanted, torch.full_like(loss, gradient), retain_graph=True)
     if again:
@@ -136,12 +141,17 @@ def cases(options, shape):
     half = inputs(*shape, dtype=torch.bfloat16)
     ranks = {"group": pair, "all_reduce": all_reduce}
     yield "two ranks, sparse, another scale and coefficient", given, ranks | {"sparse": True, "scale": 0.4, "coefficient": 0.3}
-    yield "bf16, weights in fp32", [half[0], given[1], *half[2:]], {}
-    yield "rows of zeros, large attention logits, a key that all heads share", padded, {}
+    yield "bf16, weights in fp32, the loss times 2^16", [half[0], given[1], *half[2:]], {"gradient": 2.0**16}
+    yield (
+        "rows of zeros, large attention logits, a key that all heads share, the loss times 2^-16",
+        padded,
+        {"gradient": 2.0**-16},
+    )
     if shape is SMALL:
         yield "sparse loss", given, {"sparse": True, "topk": 5}
         yield "a causal mask", given, {"mask": causal(S)}
         yield "inputs of size 1", given, {"gradient": -3.0}
+        yield "sparse loss times 2^16", given, {"sparse": True, "gradient": 2.0**16}
         yield "two tensor-parallel ranks", given, dict(ranks)
         yield "not contiguous", [t.transpose(0, 1).contiguous().transpose(0, 1) for t in given], {}
         yield "one head of each", inputs(S, 3, 1, 1, 16, 16), {}
@@ -174,6 +184,15 @@ def cases(options, shape):
             yield "loss per token", given, valid | {"mask": causal(S), "calculate_per_token_loss": True}
 
 
+def kept(dsa):
+    """GiB that are alive after the forward and were not before it, at repro.py's shape, counted under fake tensors."""
+    with FakeTensorMode(), MemTracker() as tracker:
+        given = inputs(repro.S, repro.B, repro.HEADS, repro.H, repro.D_ATTENTION, repro.D, dtype=torch.bfloat16)
+        alive = lambda: next(iter(tracker.get_tracker_snapshot("current").values()))["Total"] / repro.GIB  # noqa: E731
+        before, loss = alive(), loss_of(dsa, *given)[0]
+        return alive() - before if loss.requires_grad else float("nan")
+
+
 def main():
     if device == "cpu" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         # What is freed is kept: new pages for each large tensor take longer than what is done with them. M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
@@ -202,6 +221,9 @@ def main():
             own, torch.distributed.all_reduce = torch.distributed.all_reduce, asked.pop("all_reduce", None)
             compare(f"{where}, {name}", fixed, released, given, **asked)
             torch.distributed.all_reduce = own
+    for sparse in (False, True):
+        nothing = outcome(fixed, inputs(*LARGE, size=0.3), coefficient=0.0, sparse=sparse)[0]
+        check("trigger", f"coefficient 0: loss and gradients are 0{', sparse' * sparse}", not any(t.any() for t in nothing))
     compare("many blocks, B=1, bf16", fixed, released, inputs(*MANY, dtype=torch.bfloat16, size=0.3))
     for what, a, b in zip(NAMES[1:], *(twice(dsa, inputs(*SMALL, size=0.3)) for dsa in (fixed, released)), strict=True):
         check("trigger", f"{what} of the gradients", error=distance(a, b), limit=1e-4)
@@ -221,6 +243,13 @@ def main():
         for step, gib in zip(("forward", "backward"), peaks(fixed, asked), strict=True):
             FACTS["metrics"][f"{name}: {step} peak GiB"] = gib
             check("trigger", f"{name}: {step} peak of {gib:.2f} GiB, {MOST} at most", gib <= MOST)
+    if device == "cpu":
+        alive, most = kept(fixed), kept(released)
+        check("trigger", f"{alive:.3f} GiB alive from forward to backward, {most:.3f} as released", alive <= most)
+        repro.S, repro.B = 32768, 1
+        for step, gib in zip(("forward", "backward"), peaks(fixed), strict=True):
+            FACTS["metrics"][f"S=32768 B=1: {step} peak GiB"] = gib
+            check("trigger", f"S=32768 B=1: {step} peak of {gib:.1f} GiB, eleven tensors [B, S, S] at most", gib <= 44)
     rows, plain = torch.arange(512, device=device), [(1, 1, {}), (1, 512, {}), (2, 512, {})]
     if "use_relu" in options:
         plain += [(2, 512, {"use_relu": False}), (2, 512, {"varlen_starts": 0 * rows, "varlen_ends": rows + 1})]

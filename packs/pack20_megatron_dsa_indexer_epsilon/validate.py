@@ -13,6 +13,7 @@ import torch
 from repro import FACTS, NAMES, check, definition, device, errors, finish, inputs, loss_of, outcome, release
 
 SHAPE = 96, 2, 8, 5, 16, 16  # S, B, heads, H, d, D
+SCALES = 2.0**-16, 5.0, 2.0**16  # that a loss is multiplied by, as loss scalers and coefficients do
 LIMIT, BF16 = 1e-4, (1e-4, 3e-3, 3e-3, 3e-3)  # the loss is fp32, gradients are bf16
 
 
@@ -48,11 +49,36 @@ def against(fixed, released, given, change=lambda loss: loss, **options):
 
 
 def exact(fixed, given, factor=1.0, sparse=False, **options):
-    """Relative errors of ``factor`` times the fixed loss against fp64, which is that of one rank, and the coefficient in ``options``."""
+    """Relative errors of ``factor`` times the fixed loss against fp64, the coefficient in ``options``."""
     got = outcome(lambda *leaves: factor * loss_of(fixed, *leaves, sparse=sparse, **options)[0], given)
     factor *= options.get("coefficient", 1.0)
     want = outcome(lambda *leaves: factor * definition(*leaves, sparse=sparse), given, torch.float64)
     return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True)]
+
+
+def alone_and_in_turns(fixed, first, second, **options):
+    """Whether a loss has the gradients that it has alone where another goes forward in between, twice, and its inputs stay as they were."""
+    before, own = (
+        [t.detach().clone() for t in first],
+        [outcome(lambda *t: loss_of(fixed, *t, **options)[0], given)[1:] for given in (first, second)],
+    )
+    losses = [loss_of(fixed, *given, **options)[0] for given in (first, second)]
+    for loss, given, want in zip((*losses, losses[0]), (first, second, first), (*own, own[0]), strict=True):
+        got = torch.autograd.grad(loss, given[:3], retain_graph=True)
+        if not all(torch.equal(a, b) for a, b in zip(got, want, strict=True)):
+            return False
+    return all(torch.equal(a, b) for a, b in zip(before, first, strict=True))
+
+
+def other_rank(query, key, mask):
+    """A stand-in for all_reduce that adds the target of the other rank's heads, over the keys that this rank's has."""
+    softmax = (torch.einsum("sbhd,tbhd->bhst", query, key) * query.shape[-1] ** -0.5 + mask).softmax(-1).detach()
+
+    def all_reduce(tensor, **_):
+        chosen = softmax * (tensor > 0)[:, None]
+        tensor += (chosen / chosen.sum(-1, keepdim=True)).sum(1)
+
+    return all_reduce
 
 
 def main():
@@ -75,8 +101,11 @@ def main():
         for coefficient in (-0.3, 1e-3):
             found = against(fixed, released, near, coefficient=coefficient, sparse=sparse)
             compare("trigger", f"as the release, coefficient {coefficient}{name}", found)
-        found = against(fixed, released, near, change=lambda loss: 5 * loss, sparse=sparse)
-        compare("trigger", f"as the release, the loss times 5{name}", found)
+        for factor in SCALES:
+            found = against(fixed, released, near, change=lambda loss, factor=factor: factor * loss, sparse=sparse)
+            compare("trigger", f"as the release, the loss times {factor}{name}", found)
+        nothing = outcome(lambda *leaves, sparse=sparse: loss_of(fixed, *leaves, coefficient=0.0, sparse=sparse)[0], near)
+        check("trigger", f"coefficient 0: loss and gradients are 0{name}", not any(t.any() for t in nothing))
         found = against(fixed, released, inputs(*SHAPE, 1, torch.bfloat16), sparse=sparse)
         compare("trigger", f"as the release, bf16{name}", found, BF16)
         torch.distributed.all_reduce, own = all_reduce, torch.distributed.all_reduce
@@ -85,13 +114,20 @@ def main():
         compare("trigger", f"as the release, two tensor-parallel ranks{name}", found)
         far = inputs(*SHAPE, 16)  # where it is wrong
         compare("trigger", f"scores times 16, coefficient -0.3{name}", exact(fixed, far, sparse=sparse, coefficient=-0.3))
-        compare("trigger", f"scores times 16, the loss times 5{name}", exact(fixed, far, 5.0, sparse=sparse))
+        for factor in SCALES:
+            found = exact(fixed, far, factor, sparse=sparse)
+            compare("trigger", f"scores times 16, the loss times {factor}{name}", found)
+        turns = alone_and_in_turns(fixed, far, inputs(*SHAPE, 4), sparse=sparse)
+        check("trigger", f"gradients are the same with another loss in between, and a second time{name}", turns)
         found = exact(fixed, inputs(*SHAPE, 16, torch.bfloat16), sparse=sparse)
         compare("trigger", f"scores times 16, bf16{name}", found, BF16)
-        torch.distributed.all_reduce = lambda tensor, **_: tensor.mul_(2)  # the other rank has the same heads
-        found = exact(fixed, far, sparse=sparse, group=pair)
+        half = [*far[:3], far[3][:, :, 4:], far[4][:, :, 4:], far[5]]  # the other four heads of eight are the other rank's
+        torch.distributed.all_reduce = other_rank(far[3][:, :, :4], far[4][:, :, :4], far[5])
+        got = outcome(lambda *leaves, sparse=sparse: loss_of(fixed, *leaves, sparse=sparse, group=pair)[0], half)
         torch.distributed.all_reduce = own
-        compare("trigger", f"scores times 16, two tensor-parallel ranks with the same heads{name}", found)
+        want = outcome(lambda *leaves, sparse=sparse: definition(*leaves, sparse=sparse), far, torch.float64)
+        found = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True)]
+        compare("trigger", f"scores times 16, heads on two tensor-parallel ranks{name}", found)
         picked = [loss_of(dsa, *near, sparse=sparse)[1] for dsa in (fixed, released)]
         check("trigger", f"top-k indices are the release's{name}", torch.equal(*picked))
     # Padding: keys that are masked for the indexer, and that the target of 0.16 - 0.18 still counts.
