@@ -104,11 +104,11 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def without_loss(dsa, S, B, rows, heads, **more):
-    """The operations and the result of the path without a loss, for some query rows of ``heads`` indexer heads."""
+def without_loss(dsa, S, B, rows, heads, gradients=False, **more):
+    """The operations and the result of the path without a loss, for some query rows of ``heads`` indexer heads, with autograd on or off."""
     q, weights, k, *_ = inputs(S, B, 1, heads, 16, 16)
     mask = None if "varlen_starts" in more else torch.zeros(B, rows, S, device=device)
-    with torch.no_grad(), Operations() as counted:
+    with torch.set_grad_enabled(gradients), Operations() as counted:
         if hasattr(dsa, "fused_qk_topk_naive"):
             found = dsa.fused_qk_topk_naive(q[:rows], k, weights[:rows], 8, mask, **more)[0]
         else:
@@ -155,7 +155,13 @@ def cases(options, shape):
         yield "two tensor-parallel ranks", given, dict(ranks)
         yield "not contiguous", [t.transpose(0, 1).contiguous().transpose(0, 1) for t in given], {}
         yield "one head of each", inputs(S, 3, 1, 1, 16, 16), {}
-    if "varlen_starts" in options:
+    if "varlen_starts" not in options:
+        biased = torch.randn(B, S, S, device=device) + causal(S)
+        yield "masks with biases, sparse", given, {"mask": biased, "sparse": True}
+        if shape is SMALL:
+            yield "masks with biases", given, {"mask": biased}
+            yield "one mask with biases for all", given, {"mask": biased[0]}
+    else:
         rows = torch.arange(S, device=device)
         packed = {"varlen_starts": torch.where(rows < S // 3, 0, S // 3), "varlen_ends": torch.where(rows < S - 5, rows + 1, 0)}
         valid = {"query_valid_rows": rows % 3 > 0}
@@ -252,7 +258,13 @@ def main():
             check("trigger", f"S=32768 B=1: {step} peak of {gib:.1f} GiB, eleven tensors [B, S, S] at most", gib <= 44)
     rows, plain = torch.arange(512, device=device), [(1, 1, {}), (1, 512, {}), (2, 512, {})]
     if "use_relu" in options:
-        plain += [(2, 512, {"use_relu": False}), (2, 512, {"varlen_starts": 0 * rows, "varlen_ends": rows + 1})]
+        plain += [
+            (2, 512, {"use_relu": False}),
+            (2, 512, {"use_relu": False, "gradients": True}),
+            (2, 512, {"varlen_starts": 0 * rows, "varlen_ends": rows + 1}),
+        ]
+    if hasattr(fixed, "FusedDSAIndexerLoss"):
+        plain += [(2, 512, {"gradients": True})]
     for B, count, more in plain:
         (was, a), (now, b) = (without_loss(dsa, 1024, B, count, 64, **more) for dsa in (released, fixed))
         where = f"without the loss, B={B}, {count} query rows, 64 heads{''.join(f', {name}' for name in more)}"

@@ -24,14 +24,15 @@ KEPT = {"MambaMixer": ["A_log", "D"], "Mamba3": MAMBA3, "Mamba3 MIMO": [*MAMBA3[
 
 def release():
     """The module of Float16Module, that of MambaMixer, and mamba-ssm's of Mamba3."""
-    sys.modules["mamba_ssm"] = util.module_from_spec(util.find_spec("mamba_ssm"))  # no CUDA extension
-    core = Path(util.find_spec("megatron.core").origin).parent
-    if not core.joinpath("ssm/mamba_mixer.py").exists():
+    FACTS["version"], core = metadata.version("megatron-core"), getattr(util.find_spec("megatron.core"), "origin", None)
+    if not core or not Path(core).parent.joinpath("ssm/mamba_mixer.py").exists():
         finish("UNTESTABLE", "no-api")
+    mamba = util.find_spec("mamba_ssm") or import_module("mamba_ssm")  # which raises
+    sys.modules["mamba_ssm"] = util.module_from_spec(mamba)  # no CUDA extension
     names = "megatron.core.transformer.module", "megatron.core.ssm.mamba_mixer", "mamba_ssm.modules.mamba3"
     modules = [import_module(name) for name in names]
     gpu = "device:sm_{}{}".format(*torch.cuda.get_device_capability()) if device == "cuda" else "source"
-    FACTS.update(file=modules[0].__file__, version=metadata.version("megatron-core"), evidence=gpu)
+    FACTS.update(file=modules[0].__file__, evidence=gpu)
     return modules
 
 
