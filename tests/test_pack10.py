@@ -17,7 +17,7 @@ def worst(log, start):
 def test_the_receipts_are_what_the_readme_says():
     readme = (PACK.folder / "README.md").read_text()
     found = [s for s in history.load(files.RESULTS, [PACK]).runs if s.cell.variant == "d48bd6be0a"]
-    cpu, gpu = "linux-x86_64-cpu", "linux-x86_64-nvidia-h100-80gb-hbm3-x2"
+    cpu, gpu = "linux-x86_64-cpu", "linux-x86_64-nvidia-h200-x2"
     runs = {(s.side, s.machine): s for s in found if not s.stale}
     for machine in (cpu, gpu):
         bad = runs["unpatched", machine]

@@ -32,7 +32,7 @@ def test_the_receipts_are_what_the_readme_says():
         assert len(failed) == 2
         assert runs[seen.version, "patched", CPU].outcome == "ABSENT"
     log = runs["0+git.d48bd6be0a", "patched", CPU].log()
-    logs = log + runs["0+git.d48bd6be0a", "patched", "linux-x86_64-nvidia-h100-80gb-hbm3-x2"].log()
+    logs = log + runs["0+git.d48bd6be0a", "patched", "linux-x86_64-nvidia-h200-x2"].log()
     found = re.findall(
         r"^trigger +ok +(one rank|rank \d of 4, gloo|rank \d of 2, nccl): (?:GPTModel|HybridModel), .*, against .*  (\S+) \(",
         logs,
@@ -48,6 +48,6 @@ def test_the_receipts_are_what_the_readme_says():
         gb = re.findall(rf"S=4096 B=4 V=151936, bf16 logits of 4.98 GB: peaks .*?{impl} ([\d.]+)", log)
         row = next(line for line in readme.splitlines() if line.startswith(f"| {impl}"))
         assert row.endswith("| {} GB | {} GB |".format(*gb[:2]))
-    device = runs["0+git.d48bd6be0a", "patched", "linux-x86_64-nvidia-h100-80gb-hbm3-x2"]
+    device = runs["0+git.d48bd6be0a", "patched", "linux-x86_64-nvidia-h200-x2"]
     assert device.outcome == "ABSENT"
     assert "rank 1 of 2, nccl: HybridModel" in device.log()
