@@ -8,14 +8,16 @@ def others(_, layout, masking):
     """Name -> a call of one helper, as dsa.py calls it, and cu_seqlens."""
 
     def scattered(cu):
-        mask = torch.full((2, 8, 16), float("-inf"), device=cu.device)
-        masking.scatter_topk_into_index_mask(mask, (torch.arange(4, device=cu.device) - 1).expand(2, 8, 4))
+        mask, at = torch.full((2, 8, 16), float("-inf"), device=cu.device), torch.arange(4, device=cu.device)
+        masking.scatter_topk_into_index_mask(mask, torch.where(at < 1, -1, at + 2).expand(2, 8, 4))  # none is the first key
         return mask
 
     def bounds(cu):
         at, none = torch.arange(8, device=cu.device), dict.fromkeys(("mask", "varlen_starts", "varlen_ends", "key_positions"))
-        for way in {"mask": at.new_zeros(2, 8, 8).float()}, {"varlen_starts": 0 * at, "varlen_ends": at, "key_positions": at}:
-            masking.build_fused_indexer_varlen_bounds(sq=8, skv=8, device=cu.device, **{**none, **way})
+        keys = {"varlen_starts": 0 * at, "varlen_ends": at, "key_positions": at}
+        ways = {}, {"mask": at.new_zeros(2, 8, 8).float()}, keys
+        made = [masking.build_fused_indexer_varlen_bounds(sq=8, skv=8, device=cu.device, **none | way) for way in ways]
+        return torch.cat([bound for pair in made for bound in pair or ()])
 
     def ids(cu):
         zeros = torch.zeros(2, 8, dtype=torch.int64, device=cu.device)

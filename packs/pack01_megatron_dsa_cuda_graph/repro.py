@@ -54,10 +54,9 @@ def helpers(dsa, layout, _):
         if pads or (lengths[2] and any(lengths[0])):
             more = {"cu_seqlens_cover_output": lengths[2]} if pads else {}
             calls[f"{local.__name__}, {name}"] = positions(**more), lengths
-    if uniform := getattr(dsa, "_validate_nonpacked_cp_uniform_length", None):
-        group = torch.distributed.group.WORLD  # one rank: what is asked of the GPU does not depend on how many there are
-        calls[uniform.__name__] = lambda cu: uniform(8, 8, 1, group, cu.device), LENGTHS["one sequence"]
-    return calls
+    uniform, group = dsa._validate_nonpacked_cp_uniform_length, torch.distributed.group.WORLD
+    # One rank: what is asked of the GPU does not depend on how many there are.
+    return calls | {uniform.__name__: (lambda cu: uniform(8, 8, 1, group, cu.device), LENGTHS["one sequence"])}
 
 
 def captured(call, lengths=LENGTHS["three and padding"], eager=None):

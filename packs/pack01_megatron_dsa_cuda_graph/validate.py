@@ -16,7 +16,6 @@ import random
 import subprocess
 import sys
 import tempfile
-import types
 from pathlib import Path
 from unittest import mock
 
@@ -102,6 +101,11 @@ def packed(layout, device):
             others = [local(keys_cu, cp, rank, tensor.device, output_size=size, **given).tolist() for rank in range(cp)]
             yield f"{name}: what a call gave stays when others are made", held.tolist() == found[1]
             both = {f"{which}_{key}": value for which in ("query", "key") for key, value in given.items()}
+            same = tensor.clone()  # whose memory gets other lengths
+            local(same, cp, 0, same.device, output_size=size, **given)
+            same.copy_(keys_cu)
+            later = [local(same, cp, rank, same.device, output_size=size, **given).tolist() for rank in range(cp)]
+            yield f"{name}: other lengths in the same memory", later == others
             _, keys = order(tensor, tensor, cp, 1, tensor.device, size, **both)
             gathered = torch.tensor([*itertools.chain(*found)], device=device)
             yield f"{name}: gathered keys are put in order", gathered[keys].tolist() == sorted(gathered.tolist())
@@ -118,6 +122,18 @@ def packed(layout, device):
                 f"cu_seqlens of zeros, covered={covered}: all rows are padding",
                 [f.tolist() for f in found] == right,
             )
+        found = [local(zeros[:1], 2, rank, zeros.device, output_size=size).tolist() for rank in (0, 1)]
+        yield "cu_seqlens of one zero: all rows are padding", found == [zigzag([0], 2, rank, size) for rank in (0, 1)]
+
+
+class OnCPU(TorchFunctionMode):
+    """Tensors for a GPU are made on the CPU."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        given = dict(kwargs or {})
+        if getattr(given.get("device"), "type", "cpu") != "cpu":
+            given["device"] = "cpu"
+        return function(*args, **given)
 
 
 class OnGPU(TorchFunctionMode):
@@ -206,6 +222,10 @@ def changed(modules, originals, compared):
     """Of the three modules what is not the release's, but for functions that are compared; and other files that are not."""
     for both in zip(modules, originals, strict=True):
         bodies = [ast.parse(Path(module.__file__).read_text()).body for module in both]
+        known = {getattr(part, "name", "") for part in bodies[1]}
+        bodies[0] = [
+            part for part in bodies[0] if not isinstance(part, ast.FunctionDef) or part.name in known
+        ]  # new ones may be
         ours, theirs = ([ast.dump(part) for part in body if getattr(part, "name", None) not in compared] for body in bodies)
         if ours != theirs:
             yield Path(both[0].__file__).name
@@ -223,7 +243,7 @@ def wide(dsa, layout, masking):
 
     def scattered(cu):
         mask, picked = torch.full((1, 512, WIDE[0][-1]), -INF, device=cu.device), torch.arange(2048, device=cu.device)
-        masking.scatter_topk_into_index_mask(mask, (picked.int() - 1).expand(1, 512, 2048))
+        masking.scatter_topk_into_index_mask(mask, torch.where(picked < 9, -1, picked).int().expand(1, 512, 2048))
         return mask
 
     return {
@@ -241,20 +261,20 @@ def wide(dsa, layout, masking):
     }
 
 
+def asked(capturing, nothing=False):
+    """torch.cuda.is_current_stream_capturing() says so; with ``nothing`` it raises, as in a build of torch for CPUs."""
+    said = {"side_effect": RuntimeError("Tried to instantiate dummy base class")} if nothing else {"return_value": capturing}
+    return mock.patch.object(torch.cuda, "is_current_stream_capturing", **said)
+
+
 def of_ranks(file):
     """What each of three ranks is told of equal and of unequal lengths, on the CPU, as if on a GPU, as if while a graph is captured, and after that."""
     torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
     dsa, group, rank = importlib.import_module(f"{DSA}.dsa"), torch.distributed.group.WORLD, torch.distributed.get_rank()
-    uniform, real, told = dsa._validate_nonpacked_cp_uniform_length, torch.tensor, {}
-    for way, device in (
-        ("cpu", torch.device("cpu")),
-        ("cuda", types.SimpleNamespace(type="cuda")),
-        ("capture", types.SimpleNamespace(type="cuda")),
-        ("after a capture", types.SimpleNamespace(type="cuda")),
-    ):
-        on_cpu = lambda data, device=None, **more: real(data, **more)  # noqa: E731
-        capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda way=way: way == "capture")
-        with capturing, mock.patch.object(torch, "tensor", on_cpu):
+    uniform, told = dsa._validate_nonpacked_cp_uniform_length, {}
+    for way in ("cpu", "cuda", "capture", "after a capture"):
+        device = torch.device("cpu" if way == "cpu" else "cuda")
+        with asked(way == "capture", way == "cpu"), OnCPU():
             later = 8 + 2 * (1 - rank)  # lengths that have the sum, and on one rank the length, of those that were equal
             for name, sq, skv in (
                 ("equal", 8, 24),
@@ -284,17 +304,20 @@ def main():
     dsa = modules[0]
     check("control", "the release's modules are others", modules[1].__file__ != originals[1].__file__)
     tested = set()
-    for device, way in (("cpu", ""), ("cpu", "on a GPU"), ("cpu", "a graph were captured"), ("cuda:0", ""))[: 3 + REAL]:
+    ways = ("cpu", ""), ("cpu", "on a GPU"), ("cpu", "a graph were captured"), ("cpu", "a graph were captured on a GPU")
+    for device, way in (*ways, *[("cuda:0", "")] * REAL):
         worst, count = {}, {}
-        on_gpu, capturing = way == "on a GPU", way == "a graph were captured"
+        on_gpu, capturing = "on a GPU" in way, "captured" in way
         said = OnGPU() if on_gpu else contextlib.nullcontext()
-        with said, mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing):
+        with said, asked(capturing, not way and device == "cpu"):
             found = list(cases(*modules, device, on_gpu))
         with said:
             right = list(cases(*originals, device, on_gpu))
         for ours, theirs in zip(found, right, strict=True):
             name = ours[0].__name__
             tested.add(name)
+            if on_gpu and capturing and (isinstance(theirs[2], tuple) or name == "build_fused_indexer_varlen_bounds"):
+                continue  # where values are looked at, they may not be while a graph is captured
             count[name] = count.get(name, 0) + 1
             if ours[1:] != theirs[1:]:
                 worst.setdefault(name, ours[1])

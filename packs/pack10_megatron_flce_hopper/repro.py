@@ -16,80 +16,80 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 
 FUSED = "megatron.core.fusions.fused_linear_cross_entropy"
 BLACKWELL = "megatron.core.fusions.linear_cross_entropy.blackwell"
-CUDA, CUTLASS = ("cuda", "cuda.bindings", "cuda.bindings.driver"), ("cutlass", "cutlass.cute", "cutlass.cute.runtime")
-# Compute capability, what is missing of what its fused kernels need, and what can be imported.
+ALL = "cuda", "cuda.bindings", "cuda.bindings.driver", "cutlass", "cutlass.cute", "cutlass.cute.runtime"
+# Compute capability, what its fused kernels miss or have of what they need, and what can be imported.
 CASES = [(each, "", ()) for each in ((8, 0), (8, 9), (9, 0), (12, 0))]  # a feature that is missing
-CASES += [((10, 0), "CUTLASS", ()), ((10, 0), "CUDA bindings", CUTLASS), ((10, 3), "cutlass.cute", (*CUDA, "cutlass"))]
-CASES += [((10, 3), "cutlass.cute.runtime", (*CUDA, *CUTLASS[:2]))]
+CASES += [(each, " with CUTLASS", ALL) for each in ((8, 0), (9, 0), (12, 0))]
+CASES += [((10, 0), " without CUTLASS", ()), ((10, 0), " without CUDA bindings", ALL[3:])]
+CASES += [((10, 3), f" without {ALL[n]}", ALL[:n]) for n in (4, 5)]
+# Blackwell's kernels, with a loss and gradients that nothing else gives.
+ENTRY = types.SimpleNamespace(
+    forward=lambda hidden, *_: (hidden.new_tensor(7.0), *[hidden.new_ones(())] * 3, 0, 1, hidden),
+    backward=lambda given, hidden, weight, *_: (2 * given + torch.zeros_like(hidden), 3 * given + torch.zeros_like(weight)),
+)
 device = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @contextlib.contextmanager
-def as_if(capability):
-    """A GPU of that compute capability, for the dispatcher alone; None is the machine's own. nvtx is not in a CPU build of torch."""
-    fused = import_module(FUSED)
+def as_if(capability, names):
+    """A GPU of that compute capability (None: this one), where ``names`` of CUTLASS and CUDA's bindings can be imported; with all, Blackwell's entry is ENTRY."""
+    fused, package = import_module(FUSED), import_module(BLACKWELL)
     fused.Platform._instance = None
     fused._get_platform.cache_clear()
     given = {"is_available": lambda: True, "current_device": lambda: 0, "get_device_capability": lambda *_: capability}
-    with mock.patch.multiple(torch.cuda, **given if capability else {}, nvtx=mock.MagicMock()), warnings.catch_warnings():
+    cuda = mock.patch.multiple(torch.cuda, **given if capability else {}, nvtx=mock.MagicMock())  # which a CPU build lacks
+    there = {"cutlass": None, "cuda": None} | {name: types.ModuleType(name) for name in names}
+    with cuda, mock.patch.dict(sys.modules, there), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        sys.modules.pop(f"{BLACKWELL}.entry", None)
+        vars(package).pop("entry", None)
+        if names == ALL:
+            package.entry = sys.modules[f"{BLACKWELL}.entry"] = ENTRY
         yield fused
 
 
-def loss_error(capability):
-    """Error of the mean loss of 24 tokens, H=16 V=512, relative to fp64; or None and what is raised."""
+def loss_error(capability, names):
+    """Largest error of the mean loss of 24 tokens, H=16 V=512, dH and dW relative to fp64; or None and what is raised."""
     torch.manual_seed(0)
-    hidden, weight, labels = torch.randn(24, 16), torch.randn(512, 16), torch.randint(0, 512, (24,))
-    want = F.cross_entropy(hidden.double() @ weight.double().t(), labels).item()
+    leaves, labels = [torch.randn(n, 16, requires_grad=True) for n in (24, 512)], torch.randint(0, 512, (24,))
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    want = torch.nn.functional.cross_entropy(exact[0] @ exact[1].t(), labels)
     try:
-        with as_if(capability) as fused:
-            got = fused.linear_cross_entropy(hidden.to(device), weight.to(device), labels.to(device))
+        with as_if(capability, names) as fused:
+            loss = fused.linear_cross_entropy(*(t.to(device) for t in leaves), labels.to(device))
+            got = loss.cpu(), *torch.autograd.grad(loss, leaves)
     except Exception as error:  # what it raises is the finding
         frame = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == fused.__file__][-1]
         return None, f"{type(error).__name__} in {frame.name}: {error}"
-    return abs(got.item() - want) / want, "a loss"
-
-
-@contextlib.contextmanager
-def importable(*names, **attributes):
-    """Of CUTLASS and CUDA's bindings ``names`` alone can be imported, and hold nothing; Blackwell's entry is real, or holds ``attributes``."""
-    made, package = {name: types.ModuleType(name) for name in names}, import_module(BLACKWELL)
-    with mock.patch.dict(sys.modules, {"cutlass": None, "cuda": None} | made):
-        sys.modules.pop(f"{BLACKWELL}.entry", None)
-        vars(package).pop("entry", None)
-        if attributes:
-            package.entry = sys.modules[f"{BLACKWELL}.entry"] = types.SimpleNamespace(**attributes)
-        yield
-
-
-def dispatched(capability):
-    """Whether the dispatcher takes the fused kernels where all that they need can be imported."""
-    fused = {"forward": lambda *_: None, "backward": lambda *_: None}
-    with importable(*CUDA, *CUTLASS, **fused), as_if(capability) as made:
-        platform = made._get_platform()
-    return platform.forward_func is fused["forward"] and platform.backward_func is fused["backward"]
+    pairs = zip(got, (want, *torch.autograd.grad(want, exact)), strict=True)
+    said = (
+        "the fused kernels" if all((t == n).all() for t, n in zip(got, (7, 2, 3), strict=True)) else "a loss and its gradients"
+    )
+    return max(((a - b).norm() / b.norm()).item() for a, b in pairs), said
 
 
 def main():
-    FACTS["version"] = metadata.version("megatron-core")
-    core = Path(util.find_spec("megatron.core").origin).parent
+    FACTS["version"], core = metadata.version("megatron-core"), Path(util.find_spec("megatron.core").origin).parent
     if not core.joinpath("fusions/fused_linear_cross_entropy.py").exists():
         print("No release has fused linear cross entropy: nox -s pack10 -- --variant d48bd6be0a runs a commit that has it.")
         finish("UNTESTABLE", "no-api")
     own = torch.cuda.get_device_capability() if device == "cuda" else None
     FACTS.update(file=import_module(FUSED).__file__, evidence="device:sm_{}{}".format(*own) if own else "source")
     for minor in (0, 3):
-        check("control", f"compute capability 10.{minor} with CUTLASS: the fused kernels are taken", dispatched((10, minor)))
+        said = loss_error((10, minor), ALL)[1]
+        check("control", f"compute capability 10.{minor} with CUTLASS: {said}", said == "the fused kernels")
     for capability, missing, there in CASES:
-        with importable(*there):
-            error, said = loss_error(None if capability == own else capability)
-        name = "compute capability {}.{}".format(*capability) + (f" without {missing}" if missing else "")
+        error, said = loss_error(None if capability == own else capability, there)
+        name = "compute capability {}.{}".format(*capability) + missing
         check("trigger", f"{name}: {said}", error=error, limit=1e-5)
-        lost = "has no attribute 'forward'" if missing else f"ValueError in __init__: Unsupported architecture: {capability[0]}"
+        lost = (
+            "has no attribute 'forward'"
+            if "out" in missing
+            else f"ValueError in __init__: Unsupported architecture: {capability[0]}"
+        )
         if error is None:
             check("signature", f"{name}: the dispatcher raises", said.endswith(lost))
     finish()

@@ -7,12 +7,14 @@ Two ranks talk through NCCL where there are two GPUs, else through gloo on CPU t
 import argparse
 import ast
 import importlib
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import warnings
+from collections import Counter
 from importlib.metadata import distribution
 from pathlib import Path
 from unittest import mock
@@ -27,6 +29,8 @@ FUSED = "megatron.core.fusions.fused_linear_cross_entropy"
 S, B, H, V, PADDED = 8, 3, 64, 20000, 100  # two and a half of the fallback's chunks for each of two ranks
 BIG = {"cpu": (64, 256, 151936), "cuda": (2048, 4096, 151936)}  # tokens, hidden size, vocabulary
 LIMIT, METHODS = 1e-5, ("__init__", "__post_init__", "forward")
+#: What the statements of METHODS that a fix may move or replace are about.
+LOSS = "self.output_layer(", "_scale_logits(", "compute_language_model_loss("
 gpu = torch.cuda.is_available()
 
 
@@ -131,6 +135,7 @@ def function(name, device, group=None, rank=0, world=1, parallel=False, reductio
     own = hidden.chunk(world)[rank] if parallel else hidden
     own = own.flatten(0, 1) if flat else own  # [tokens, H]
     leaves = [own.contiguous().requires_grad_(), weight.chunk(world)[rank].contiguous().requires_grad_()]
+    before = [t.detach().clone() for t in (*leaves, labels)]
     with Made(labels.numel() * weight.shape[0] // world) as watch, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         loss = importlib.import_module(FUSED).linear_cross_entropy(*leaves, labels, group, reduction, ignore, parallel)
@@ -140,6 +145,7 @@ def function(name, device, group=None, rank=0, world=1, parallel=False, reductio
     loss.backward(sent)
     again = all(off(t.grad, 2 * g.double()) < 1e-6 for t, g in zip(leaves, first, strict=True))
     again = again and torch.equal(sent, outer.to(loss.dtype).view(loss.shape))
+    again = again and all(map(torch.equal, before, (*leaves, labels)))
     want = right[0], (right[1].chunk(world)[rank] if parallel else right[1]).view(own.shape), right[2].chunk(world)[rank]
     errors = [off(a, b) for a, b in zip((loss.detach(), *first), want, strict=True)]
     if hidden.dtype != torch.float32:
@@ -155,6 +161,7 @@ def function(name, device, group=None, rank=0, world=1, parallel=False, reductio
         "dtype": str(hidden.dtype),
         "shift": given.get("shift", 0.0),
         "again": again,
+        "fp32": loss.dtype == torch.float32,
         "told": [str(each.message) for each in said if "cross entropy" in str(each.message)],
     }
 
@@ -186,6 +193,9 @@ def of_model(name, kind, device, rank=0, world=1, impl="linear", dtype=torch.flo
         with Made(S * B * V // world) as watch:
             loss = made(torch.zeros_like(labels) if case == "mtp" else None, None, None, **given)
             (loss * outer).sum().backward()
+        if case == "eval":  # as Megatron evaluates
+            with torch.no_grad():
+                loss = made(None, None, None, **given)
         return (loss.detach().t().flatten(), own.grad, leaf.grad), watch.count
 
     got, logits = outcome(impl)
@@ -235,7 +245,8 @@ def peak(kind, impl):
         run = loss("cuda")
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        run()
+        with torch._dynamo.config.patch(disable=True):  # "native", as without a GPU
+            run()
         return (torch.cuda.max_memory_allocated() - before) / 1e9
     with FakeTensorMode(allow_non_fake_inputs=True):
         run, tracker = loss("cpu"), MemTracker()
@@ -258,7 +269,7 @@ def of_ranks(file, backend, kinds):
     start(backend, ranks, 2)
     ready()
     own = importlib.import_module("megatron.core.parallel_state").get_tensor_model_parallel_group()
-    found = []
+    found = [function("no group, sequence parallel", device, parallel=True)]
     for world, group in ((2, own), (4, torch.distributed.group.WORLD)):
         given = {"rank": torch.distributed.get_rank(group), "world": world}
         for way in (f"TP={world}", f"SP={world}") if world <= ranks else ():
@@ -312,7 +323,7 @@ def judge(found, where):
     if "again" in found:
         check(
             "trigger",
-            f"{where}: {found['name']}: a second backward gives the same, and leaves the loss's gradient as it was",
+            f"{where}: {found['name']}: a second backward gives the same, and all that is given stays as it was",
             found["again"],
         )
 
@@ -328,25 +339,96 @@ def refused(impl, fusion=True, kind="TransformerConfig"):
     return False if (made.cross_entropy_loss_fusion, made.cross_entropy_fusion_impl) == (fusion, impl) else None
 
 
-def changed():
-    """What is not the release's, but for what is run here: the configuration, the models' layer and call, and the dispatcher."""
+def statements(body, within=""):
+    """Each statement, after the first lines of those that it stands in; a fix may name another class for the output layer."""
+    for part in body:
+        blocks = {name: getattr(part, name) for name in ("body", "orelse", "finalbody") if getattr(part, name, None)}
+        text = ast.unparse(part).replace("tensor_parallel.ColumnParallelLinear(", "LinearCrossEntropyModule(")
+        if not blocks:
+            yield f"{within}{text}"
+        for name, inner in blocks.items():
+            yield from statements(inner, f"{within}{text.splitlines()[0]} {name}: ")
+
+
+def lost(ours, theirs):
+    """Of the release's METHODS what is left out, but for LOSS; and returns that are new where an object is made."""
+    for name in METHODS:
+        own, released = (
+            Counter(text for part in body if getattr(part, "name", "") == name for text in statements(part.body))
+            for body in (ours, theirs)
+        )
+        yield from (text for text in released - own if not any(words in text for words in LOSS))
+        yield from (text for text in own - released if "return" in text and name != "forward")
+
+
+def changed(models):
+    """What is not the release's, but for what is run here: the dispatcher; with ``models`` their layer and call, and the configuration, too."""
     own, released = Path(FACTS["file"]).parents[2], Path(distribution("megatron-core").locate_file("megatron/core"))
-    run = {"model_parallel_config.py": "ModelParallelConfig", "fusions/fused_linear_cross_entropy.py": ""}
-    run |= {"models/mamba/mamba_model.py": "MambaModel", "models/hybrid/hybrid_model.py": "HybridModel"}
-
-    def parts(file, owner):
-        """The file's code but for imports, and for what is run of the class ``owner``."""
-        for part in ast.parse(file.read_text()).body:
-            for each in part.body if getattr(part, "name", "") == owner else [part]:
-                if not isinstance(each, (ast.Import, ast.ImportFrom)) and getattr(each, "name", "") not in METHODS:
-                    yield ast.dump(each)
-
+    run = {"fusions/fused_linear_cross_entropy.py": ""}
+    if models:
+        run |= {"model_parallel_config.py": "ModelParallelConfig"}
+        run |= {"models/mamba/mamba_model.py": "MambaModel", "models/hybrid/hybrid_model.py": "HybridModel"}
     for file in sorted(released.rglob("*.py")):
         name = str(file.relative_to(released))
         if not (own / name).is_file() or (own / name).read_bytes() != file.read_bytes():
-            owner = run.get(name)
-            if owner is None or (owner and [*parts(file, owner)] != [*parts(own / name, owner)]):
-                yield name
+            if not (owner := run.get(name)):
+                yield from [name] * (owner is None)
+                continue
+            bodies, rest = [], []
+            for path in (own / name, file):
+                parts = [
+                    part for part in ast.parse(path.read_text()).body if not isinstance(part, (ast.Import, ast.ImportFrom))
+                ]
+                bodies.append([each for part in parts if getattr(part, "name", "") == owner for each in part.body])
+                flat = [each for part in parts for each in (part.body if getattr(part, "name", "") == owner else [part])]
+                rest.append([ast.dump(each) for each in flat if getattr(each, "name", "") not in METHODS])
+            yield from [f"{name}: {text[-100:]}" for text in lost(*bodies)]
+            yield from [name] * (rest[0] != rest[1])
+
+
+def kept():
+    """Configurations, and whether the fields or the error are what the release's own class gives."""
+    file = distribution("megatron-core").locate_file("megatron/core/model_parallel_config.py")
+    spec = importlib.util.spec_from_file_location("released_config", file)
+    released = sys.modules["released_config"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(released)
+
+    def said(module, given):
+        try:
+            return {name: str(value) for name, value in vars(module.ModelParallelConfig(**given)).items()}
+        except Exception as error:  # what it refuses is compared, too
+            return repr(error)
+
+    for given in (
+        *({}, {"cross_entropy_loss_fusion": True}, {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}),
+        *({name: True} for name in ("sequence_parallel", "defer_embedding_wgrad_compute", "enable_autocast")),
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "params_dtype": torch.bfloat16},
+        {"pipeline_model_parallel_size": 2},
+        {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.half, "virtual_pipeline_model_parallel_size": 2},
+    ):
+        for more in ({}, {"cross_entropy_loss_fusion": True}):
+            ours = importlib.import_module("megatron.core.model_parallel_config")
+            yield given | more, said(ours, given | more) == said(released, given | more)
+
+
+def through_te(kind, device):
+    """Whether a model whose loss is transformer-engine's asks for that one, and returns it."""
+    language = importlib.import_module("megatron.core.models.common.language_module.language_module")
+    hidden, _, labels = inputs(device)
+    asked = mock.Mock(side_effect=lambda logits, labels, *_: torch.full(labels.shape, 7.0, device=device))
+    made = model(kind, "te", (H, V)).to(device)
+    with mock.patch.object(language, "te_parallel_cross_entropy", asked):
+        loss = made(None, None, None, decoder_input=hidden, labels=labels.t().contiguous())
+    return asked.call_count == 1 and bool((loss == 7).all())
+
+
+def ignored(reduction, device):
+    """Whether a batch of ignored labels has gradients of 0, and unless it is a mean a loss of 0."""
+    hidden, weight, labels = inputs(device)
+    leaves = [t.requires_grad_() for t in (hidden, weight)]
+    loss = importlib.import_module(FUSED).linear_cross_entropy(*leaves, torch.full_like(labels, -100), None, reduction)
+    loss.sum().backward()
+    return not (hidden.grad.any() or weight.grad.any()) and (reduction == "mean" or not loss.any())
 
 
 def arguments():
@@ -375,17 +457,20 @@ def configurations(linear):
 
 def main():
     hybrid, linear = release()
-    other = [*changed()]
+    if linear:
+        start()
+        fallback()
+    device, kinds = "cuda" if gpu else "cpu", usable(hybrid) if linear else []
+    models = hybrid in kinds or not linear  # pack10's fix touches neither the hybrid model nor the configuration
+    other = [*changed(models)]
     check("trigger", f"nothing is changed but what is run here: {other or 'nothing'}", not other)
+    if models:
+        configurations(linear)
+        for given, same in kept():
+            check("trigger", f"ModelParallelConfig({given}) is as released", same)
     if not linear:
-        configurations(linear)
         finish()
-    start()
-    fallback()
-    device, kinds = "cuda" if gpu else "cpu", usable(hybrid)
     FACTS["metrics"]["models"] = kinds
-    if hybrid in kinds:  # pack10's fix touches neither the hybrid model nor the configuration
-        configurations(linear)
     for what, error in zip(("loss", "dH", "dW"), of_model("", "GPTModel", device, impl=None)["errors"], strict=True):
         check("control", f"GPTModel, not fused: {what} against fp64", error=error, limit=LIMIT)
     for reduction in ("none", "sum", "mean"):
@@ -402,7 +487,17 @@ def main():
         judge(
             function("{} tokens, H={} V={} {}".format(*BIG[device], dtype), device, sizes=BIG[device], dtype=dtype), "one rank"
         )
+    for reduction in ("sum", "mean"):
+        sizes = 4100, H, 1000  # as many as bf16 cannot count
+        judge(
+            function(f"4100 tokens, {reduction}, bf16", device, reduction=reduction, dtype=torch.bfloat16, sizes=sizes),
+            "one rank",
+        )
+    for reduction in ("none", "sum", "mean"):
+        said = f"{reduction}, all labels ignored: gradients are 0, and no mean is anything"
+        check("trigger", said, ignored(reduction, device))
     for kind in kinds:
+        check("trigger", f"{kind}: the loss of transformer-engine is asked for, and returned", through_te(kind, device))
         judge(unlabelled("no labels: logits, not", kind, device), "one rank")
         for name, more in (
             ("plain", {}),
