@@ -68,7 +68,7 @@ def loss_error(capability, names):
     said = (
         "the fused kernels" if all((t == n).all() for t, n in zip(got, (7, 2, 3), strict=True)) else "a loss and its gradients"
     )
-    return max(((a - b).norm() / b.norm()).item() for a, b in pairs), said
+    return torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max().item(), said
 
 
 def main():
