@@ -10,9 +10,8 @@ then; the update in Python, for a recipe whose algorithm is a function, does not
 code runs; in the lane te-cpu without the kernel. Exits with 10 (BUG_REPRODUCED), 0 (BUG_ABSENT) or 125 (neither).
 """
 
-import importlib
 from functools import partial
-from importlib.metadata import version
+from importlib import import_module, metadata
 
 import torch
 
@@ -23,11 +22,10 @@ largest = lambda amaxes: amaxes.amax(dim=0)  # noqa: E731, what "max" does, as a
 
 def release():
     """transformer_engine.pytorch, its recipes, its FP8GlobalStateManager; and whether histories are updated by the CUDA kernel."""
-    FACTS["version"] = version("transformer-engine")
-    if FACTS["version"] < "2":
+    if FACTS.setdefault("version", metadata.version("transformer-engine")) < "2":
         finish("UNTESTABLE", "no-api")
     try:
-        te = importlib.import_module("transformer_engine.pytorch")
+        te = import_module("transformer_engine.pytorch")
     except (OSError, AssertionError, RuntimeError, StopIteration) as error:
         if "transformer_engine_torch" in sys.modules:
             raise
@@ -37,7 +35,7 @@ def release():
     kernel = hasattr(sys.modules["transformer_engine_torch"], "__file__")
     gpu = "device:sm_{}{}".format(*torch.cuda.get_device_capability()) if kernel else "source"
     FACTS.update(evidence=gpu, file=state.__file__)
-    return te, importlib.import_module("transformer_engine.common.recipe"), state.FP8GlobalStateManager, kernel
+    return te, import_module("transformer_engine.common.recipe"), state.FP8GlobalStateManager, kernel
 
 
 def blocks(count=4):
@@ -79,9 +77,9 @@ def history(role, way, *how, algorithm=largest, length=16):
     name = f"{way}, {'function' if algorithm is largest else algorithm} of {length}, {where}"
     FACTS["metrics"].setdefault("remembered", {})[name] = steps
     check("control", f"{name}: a block runs {len(ran)} times, of {want * len(scales)}", len(ran) == want * len(scales))
-    check(role, f"{name}: remembered for {steps} steps{' or more' * (steps > length)}", steps == length)
-    if steps != length:
-        right = abs(scales[1] * OUTLIER[way] / LARGEST[way] - 1) < 0.01
+    right, more = abs(scales[1] * OUTLIER[way] / LARGEST[way] - 1) < 0.01, " or more" * (steps > length)
+    check(role, f"{name}: remembered for {steps} steps{more}, scale {scales[1]:.3g}", right and steps == length)
+    if not right or steps != length:
         check("signature", "the scale was the outlier's, and is not for long enough", right and steps < length)
 
 

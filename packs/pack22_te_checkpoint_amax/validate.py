@@ -63,8 +63,8 @@ def trained(make, fp8, checkpointed=(), how="reentrant", microbatches=1, between
     return found
 
 
-def recipe(algorithm, length=LENGTH):
-    return repro.recipes.DelayedScaling(amax_history_len=length, amax_compute_algo=algorithm)
+def recipe(algorithm, length=LENGTH, margin=0):
+    return repro.recipes.DelayedScaling(amax_history_len=length, amax_compute_algo=algorithm, margin=margin)
 
 
 def evaluation(parts, fp8, checkpointed, how):
@@ -119,21 +119,42 @@ def defined(plain):
 
 
 def followed():
-    """Scales of an input and of its weight, both of which change: each that of the largest of its own last steps."""
+    """Scales of an input and of its weight, both of which change, with a margin: each that of the largest of its own last steps, or the largest number."""
     parts, seen, wrong = repro.blocks(1), ([], []), None
     torch.manual_seed(1)
     for i in range(STEPS):
         x, gradient = data("fwd" if i % EVERY == 0 else None)
+        if i >= EVERY:
+            x *= 1e-37 / x.abs().max()  # 448 over it is more than fp32 holds
         with torch.no_grad():
             parts[0].weight.mul_({3: 8, 4: 1 / 8}.get(i % EVERY, 1))
-        step(parts, recipe(repro.largest), x, gradient)
+        step(parts, recipe(repro.largest, margin=1), x, gradient)
         for tensor, amaxes in zip((x, parts[0].weight), seen, strict=True):
             amaxes.append(tensor.float().abs().max().item())
-        want = torch.tensor([448 / max(amaxes[-LENGTH:]) for amaxes in seen])
+        want = torch.tensor([448 / max(amaxes[-LENGTH:]) / 2 for amaxes in seen], dtype=torch.float64)
+        want = want.clamp(max=torch.finfo(torch.float32).max).float()
         if wrong is None and not torch.allclose(parts[0].fp8_meta["scaling_fwd"].scale[:2].cpu(), want, rtol=1e-6):
             wrong = i
     until = "" if wrong is None else f" until step {wrong}"
-    check("trigger", f"scales of input and weight are those of the largest of {LENGTH} steps{until}", wrong is None)
+    check("trigger", f"scales of input and weight, margin 1, are those of the largest of {LENGTH} steps{until}", wrong is None)
+
+
+def kept():
+    """A weight that is cast in the first two steps alone: no amax of it is new after them, so none is forgotten, while those of the input are."""
+    parts, want = repro.blocks(1), [[], []]
+    torch.manual_seed(1)
+    for i in range(LENGTH + 3):
+        x, gradient = data("fwd" if i == 1 else None)
+        with torch.no_grad():
+            parts[0].weight.mul_({0: 8, 1: 1 / 8}.get(i, 1))
+        for tensor, amaxes in zip((x, parts[0].weight), want, strict=True):
+            amaxes.append(tensor.float().abs().max().item())
+        with repro.te.fp8_autocast(enabled=True, fp8_recipe=recipe(repro.largest)):
+            y = parts[0](x.requires_grad_(), is_first_microbatch=i < 2)
+        y.backward(gradient)
+    want = torch.tensor([448 / max(want[0][-LENGTH:]), 448 / max(want[1][:2])])
+    same = torch.allclose(parts[0].fp8_meta["scaling_fwd"].scale[:2].cpu(), want, rtol=1e-6)
+    check("trigger", "a weight that is not cast again keeps its history, and the input's goes on", same)
 
 
 def step(parts, fp8, x, gradient, *how):
@@ -161,22 +182,65 @@ def replaced(owner, name, value):
         setattr(owner, name, before)
 
 
-def by_default():
-    """How often the kernel is called in a step without checkpoints, and amaxes are reduced where there are two ranks; what is called does nothing."""
-    tex, calls = sys.modules["transformer_engine_torch"], []
-    if not hasattr(tex, "fused_amax_and_scale_update_after_reduction") or repro.kernel:
-        return
-    unfused = os.environ.pop("NVTE_UNFUSED_FP8_UPDATE", None)
+@contextlib.contextmanager
+def two_ranks(reduce):
+    """As if there were two: ``reduce`` is given the amaxes of each update."""
     with (
-        replaced(tex, "fused_amax_and_scale_update_after_reduction", lambda *_: calls.append("kernel")),
-        replaced(repro.manager, "reduce_tensor_across_group_op_max", lambda *_: calls.append("reduction")),
+        replaced(repro.manager, "reduce_tensor_across_group_op_max", lambda amaxes, *_: reduce(amaxes)),
         replaced(torch.distributed, "is_initialized", lambda: True),
         replaced(torch.distributed, "get_world_size", lambda *_, **__: 2),
     ):
-        step(repro.blocks(), repro.recipes.DelayedScaling(), *data())
+        yield
+
+
+def reduced():
+    """Each rank reduces as often, whatever its amaxes are, since the others wait for it; and an amax of another rank counts where the own is 0."""
+    fp8 = recipe(repro.largest)
+    for name, how in (("no checkpoint", ()), ("reentrant", ((1, 2), "reentrant")), ("nested", ((1, 2), "nested"))):
+        counts = []
+        for zero in (1, 0):
+            calls, parts = [], repro.blocks()
+            with torch.no_grad():
+                torch._foreach_mul_(list(parts.parameters()), zero)
+            with two_ranks(calls.append):
+                step(parts, fp8, *(zero * t for t in data()), *how)
+            counts.append(len(calls))
+        check("trigger", f"{name}: a step makes {counts[0]} reductions, {counts[1]} where all is 0", counts[0] == counts[1] > 1)
+    parts = repro.blocks(1)
+    with two_ranks(lambda amaxes: amaxes.fill_(5.0)):
+        step(parts, fp8, *(0 * t for t in data()))
+    for way, largest in repro.LARGEST.items():
+        scale = parts[0].fp8_meta[f"scaling_{way}"].scale
+        check(
+            "trigger",
+            f"{way}: the scale is that of another rank's amax",
+            torch.allclose(scale, scale * 0 + largest / 5, rtol=1e-6),
+        )
+
+
+def by_default():
+    """What the kernel is called with in a step without checkpoints, after amaxes are reduced where there are two ranks; what is called does nothing."""
+    tex, calls, parts = sys.modules["transformer_engine_torch"], [], repro.blocks()
+    if not hasattr(tex, "fused_amax_and_scale_update_after_reduction") or repro.kernel:
+        return
+
+    def kernel(amaxes, histories, scales, algorithm, dtype, margin):
+        way = {tex.DType.kFloat8E4M3: "fwd", tex.DType.kFloat8E5M2: "bwd"}[dtype]
+        metas = [part.fp8_meta[f"scaling_{way}"] for part in parts]
+        own = [{t.data_ptr() for t in tensors} for tensors in (histories, scales)]
+        right = own == [{meta.amax_history.data_ptr() for meta in metas}, {meta.scale.data_ptr() for meta in metas}]
+        right &= torch.equal(amaxes, torch.cat([history[0] for history in histories]))
+        calls.append(f"kernel, {way}" if right and (algorithm, margin) == ("max", 3) else "kernel, called with something else")
+
+    unfused = os.environ.pop("NVTE_UNFUSED_FP8_UPDATE", None)
+    with (
+        replaced(tex, "fused_amax_and_scale_update_after_reduction", kernel),
+        two_ranks(lambda amaxes: calls.append("reduction")),
+    ):
+        step(parts, repro.recipes.DelayedScaling(margin=3), *data())
     if unfused is not None:
         os.environ["NVTE_UNFUSED_FP8_UPDATE"] = unfused
-    check("trigger", f"by default: {calls}", calls == ["reduction", "kernel"] * 2)
+    check("trigger", f"by default: {calls}", calls == ["reduction", "kernel, fwd", "reduction", "kernel, bwd"])
     meta = {"recipe": repro.recipes.MXFP8BlockScaling()}
     for name in (
         "copy_forward_fp8_meta_tensors_for_recompute",
@@ -198,6 +262,8 @@ def main():
     check("control", "without checkpoints, twice: bitwise the same", alike)
     defined(plain)
     followed()
+    kept()
+    reduced()
     for how, runs in (
         ("reentrant", [False, True]),
         ("not reentrant", [True, True]),

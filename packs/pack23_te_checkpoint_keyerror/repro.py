@@ -10,21 +10,20 @@ to 2.19, #3394). The release's own Linear, autocast, recipe and te.checkpoint ru
 Exits with 10 (BUG_REPRODUCED: any of them), 0 (BUG_ABSENT) or 125 (neither).
 """
 
-import importlib
-from importlib.metadata import version
+from importlib import import_module, metadata
 
 import torch
 
 SIZE, ROWS, STEPS = 32, 64, 3
+bf16 = {"device": "cuda", "dtype": torch.bfloat16}
 
 
 def release():
     """transformer_engine.pytorch, its recipes and its FP8GlobalStateManager."""
-    FACTS["version"] = version("transformer-engine")
-    if FACTS["version"] < "2":  # which has other modules for FP8
+    if FACTS.setdefault("version", metadata.version("transformer-engine")) < "2":  # which has other modules for FP8
         finish("UNTESTABLE", "no-api")
     try:
-        te = importlib.import_module("transformer_engine.pytorch")
+        te = import_module("transformer_engine.pytorch")
     except (OSError, AssertionError, RuntimeError, StopIteration) as error:
         if "transformer_engine_torch" in sys.modules:
             raise
@@ -34,7 +33,7 @@ def release():
     kernel = hasattr(sys.modules["transformer_engine_torch"], "__file__")
     gpu = "device:sm_{}{}".format(*torch.cuda.get_device_capability()) if kernel else "source"
     FACTS.update(evidence=gpu, file=state.__file__)
-    return te, importlib.import_module("transformer_engine.common.recipe"), state.FP8GlobalStateManager
+    return te, import_module("transformer_engine.common.recipe"), state.FP8GlobalStateManager
 
 
 def trained(checkpointed, inside=False, training=True, microbatches=1, **how):
@@ -51,22 +50,16 @@ def trained(checkpointed, inside=False, training=True, microbatches=1, **how):
 
     try:
         for _ in range(STEPS):
-            xs = [
-                1000 * torch.randn(ROWS, SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(microbatches)
-            ]  # e4m3 ends at 448
+            xs = [1000 * torch.randn(ROWS, SIZE, **bf16) for _ in range(microbatches)]  # e4m3 ends at 448
             ys = [te.checkpoint(forward, x.requires_grad_(), **how) if inside else forward(x.requires_grad_()) for x in xs]
             for y in ys:
-                y.backward(torch.randn(ROWS, SIZE, device="cuda", dtype=torch.bfloat16))
+                y.backward(torch.randn(ROWS, SIZE, **bf16))
             found += [*(y.detach() for y in ys), *(x.grad for x in xs), block.weight.grad.clone()]
             block.zero_grad()
     except Exception as error:  # what it raises is the finding
         return f"{type(error).__name__}: {error}"
-    times = STEPS * microbatches * (1 + checkpointed)
-    check(
-        "control",
-        f"{'' if checkpointed else 'not '}checkpointed, the block runs {len(ran)} times, of {times}",
-        len(ran) == times,
-    )
+    times, name = STEPS * microbatches * (1 + checkpointed), f"{'' if checkpointed else 'not '}checkpointed"
+    check("control", f"{name}, the block runs {len(ran)} times, of {times}", len(ran) == times)
     return block.fp8_meta["scaling_fwd"].scale[0].item(), found
 
 

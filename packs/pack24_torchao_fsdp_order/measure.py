@@ -90,6 +90,5 @@ def main():
 
 
 if __name__ == "__main__":
-    repro.parser.parse_args()
     repro.release()
     main()

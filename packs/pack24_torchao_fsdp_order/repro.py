@@ -10,11 +10,9 @@ nothing says so. set_model_state_dict of torch.distributed.checkpoint assigns, t
 Two ranks run the release's own code: NCCL on two GPUs, or gloo on a CPU. Exits with 10 (BUG_REPRODUCED), 0 (BUG_ABSENT) or 125 (neither).
 """
 
-import argparse
-import importlib
 import tempfile
 import warnings
-from importlib.metadata import distribution
+from importlib import import_module, metadata
 from pathlib import Path
 
 import torch
@@ -23,29 +21,27 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 SIZE, LAYERS, ROWS = 256, 4, 32
 FULL, FP8 = (2 * LAYERS * SIZE * SIZE * size for size in (4, 1))  # bytes gathered, forward and backward
 device, backend = ("cuda", "nccl") if torch.cuda.device_count() > 1 else ("cpu", "gloo")
 
 
 def release():
+    """The release's module of Float8Linear."""
+    global ao
     warnings.filterwarnings("ignore")
-    found = distribution("torchao")
-    gpu = "device:sm_{}{}".format(*torch.cuda.get_device_capability()) if device == "cuda" else "source"
-    FACTS.update(version=found.version, evidence=gpu)
-    if not found.locate_file("torchao/float8/fsdp_utils.py").exists():
-        print("This release has no Float8Linear.")
+    FACTS["version"] = metadata.version("torchao")
+    if not metadata.distribution("torchao").locate_file("torchao/float8/fsdp_utils.py").exists():
         finish("UNTESTABLE", "no-api")
-    FACTS["file"] = importlib.import_module("torchao.float8.fsdp_utils").__file__
-    return importlib.import_module("torchao.float8")
+    ao, file = import_module("torchao.float8"), import_module("torchao.float8.fsdp_utils").__file__
+    gpu = "device:sm_{}{}".format(*torch.cuda.get_device_capability()) if device == "cuda" else "source"
+    FACTS.update(file=file, evidence=gpu)
 
 
 class Gather:
     """FSDP2's all-gather, its bytes counted; FP8, which gloo does not know, as uint8."""
 
-    allocate = staticmethod(lambda size, *, dtype, device: torch.empty(*size, dtype=dtype, device=device))
-    bytes = 0
+    allocate, bytes = staticmethod(lambda size, *, dtype, device: torch.empty(*size, dtype=dtype, device=device)), 0
 
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
         Gather.bytes += output_tensor.nbytes
@@ -60,8 +56,7 @@ def layers(device=device, bias=False):
 
 
 def converted(model, fp8=True):
-    ao.convert_to_float8_training(model, config=ao.Float8LinearConfig(enable_fsdp_float8_all_gather=fp8))
-    return model
+    return ao.convert_to_float8_training(model, config=ao.Float8LinearConfig(enable_fsdp_float8_all_gather=fp8))
 
 
 def sharded(model, fp8=True, **how):
@@ -82,33 +77,27 @@ def step(model, alone):
     """Bytes gathered in a forward and a backward, and whether the output [ROWS, SIZE] is bitwise that of ``alone``, which is not sharded."""
     torch.manual_seed(2 + dist.get_rank())
     x, Gather.bytes = torch.randn(ROWS, SIZE, device=device), 0
-    y = model(x)
-    y.square().mean().backward()
+    (y := model(x)).square().mean().backward()
     return {"bytes": Gather.bytes, "same": torch.equal(y, alone(x))}
 
 
 def cases():
-    alone, plain = converted(layers()), layers().state_dict()
+    alone, plain, meta = converted(layers()), layers().state_dict(), lambda: sharded(layers(device="meta"))
     yield "no FP8 all-gather", step(sharded(layers(), fp8=False), alone)
     yield "FP8 all-gather", step(sharded(layers()), alone)
-    model = sharded(layers(device="meta")).to_empty(device=device)
-    model.load_state_dict(checkpoint(layers()))
+    (model := meta().to_empty(device=device)).load_state_dict(checkpoint(layers()))
     yield "load_state_dict", step(model, alone)
-    model = sharded(layers(device="meta"))
-    model.load_state_dict(checkpoint(layers()), assign=True)
+    (model := meta()).load_state_dict(checkpoint(layers()), assign=True)
     yield "load_state_dict(assign=True)", step(model, alone)
-    model = sharded(layers(device="meta"))
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, {} if dist.get_rank() else plain, options=options)
+    set_model_state_dict(model := meta(), {} if dist.get_rank() else plain, options=options)
     yield "set_model_state_dict", step(model, alone)
 
 
 def rank(number, count, cases, folder):
     """One of ``count`` processes: what it finds for each case, into a file of its own."""
-    global ao
-    ao = release()
-    if device == "cuda":
-        torch.cuda.set_device(number)
+    release()
+    torch.cuda.set_device(number) if device == "cuda" else None
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=number, world_size=count)
     Path(folder, f"found.{number}").write_text(json.dumps(dict(cases())))
     dist.barrier()
@@ -124,20 +113,14 @@ def in_ranks(cases, count=2):
 
 
 def main():
+    release()
     for name, rows in in_ranks(cases).items():
-        role, want = (
-            "trigger" if "set_" in name or "assign" in name else "control",
-            FULL if name == "no FP8 all-gather" else FP8,
-        )
-        FACTS["metrics"][name] = {"bytes": rows[0]["bytes"]}
-        check(
-            role,
-            f"{name}: ranks gather {[row['bytes'] for row in rows]} bytes, of {want}",
-            all(r["bytes"] == want for r in rows),
-        )
+        bytes, want = [row["bytes"] for row in rows], FULL if name == "no FP8 all-gather" else FP8
+        role, FACTS["metrics"][name] = "trigger" if "set_" in name or "assign" in name else "control", {"bytes": bytes[0]}
+        check(role, f"{name}: ranks gather {bytes} bytes, of {want}", bytes == [want] * len(rows))
         check("control", f"{name}: outputs are bitwise those without sharding", all(row["same"] for row in rows))
-        if rows[0]["bytes"] != want:
-            check("signature", f"{name}: it is what fp32 weights take", all(row["bytes"] == FULL for row in rows))
+        if bytes[0] != want:
+            check("signature", f"{name}: it is what fp32 weights take", bytes == [FULL] * len(rows))
     finish()
 
 
@@ -198,6 +181,4 @@ sys.excepthook = unexpected
 # --- end of report/1 ---
 
 if __name__ == "__main__":
-    parser.parse_args()
-    release()
     main()

@@ -106,6 +106,9 @@ def cases():
     for part in early:
         part.set_custom_all_gather(repro.Gather())
     yield "loaded before it is sharded", step(early, alone)
+    early = converted(layers(device="meta")).requires_grad_(False)
+    early.load_state_dict(layers().state_dict(), assign=True)
+    yield "frozen, loaded before it is sharded", {"ok": not any(p.requires_grad for p in early.parameters())}
     given = checkpoint(layers())
     own = loaded(given).state_dict()
     yield (
@@ -142,6 +145,5 @@ def main():
 
 
 if __name__ == "__main__":
-    repro.parser.parse_args()
     repro.release()
     main()
