@@ -8,6 +8,7 @@ without their scale), 2 for a target that cannot be called so. Calls of compiled
 nothing of them.
 """
 
+import argparse
 import importlib
 import inspect
 import linecache
@@ -21,7 +22,7 @@ from pathlib import Path
 import repro
 import torch
 
-parser = repro.parser
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--audit", metavar="MODULE:FUNCTION", required=True, help="the function")
 parser.add_argument(
     "--shapes", default="128x128", metavar="SxH,…", help="of its arguments; the last one is that of all that follow"
@@ -86,7 +87,7 @@ def watch(owner, name, what):
         return
 
     def noted(*given, **named):
-        place = caller() if not depth and any(isinstance(each, repro.QuantizedTensor) for each in given) else ""
+        place = caller() if not depth and any(isinstance(each, QuantizedTensor) for each in given) else ""
         if place:
             found[what].append(place)
         depth.append(1)
@@ -105,8 +106,8 @@ def watched():
             watch(kind, "dequantize", "dequantized")
     for name in ("data_ptr", "__dlpack__", "untyped_storage", "storage", "__cuda_array_interface__"):
         watch(torch.Tensor, name, "address taken") if callable(getattr(torch.Tensor, name, None)) else None
-    if "untyped_storage" in vars(repro.QuantizedTensor):
-        watch(repro.QuantizedTensor, "untyped_storage", "address taken")
+    if "untyped_storage" in vars(QuantizedTensor):
+        watch(QuantizedTensor, "untyped_storage", "address taken")
     watch(sys.modules.get("transformer_engine_torch"), "dequantize", "dequantized")
     watch(torch.utils.dlpack, "to_dlpack", "address taken")
     watch(torch, "to_dlpack", "address taken")
@@ -241,5 +242,6 @@ def main(options):
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     options = parser.parse_args()
-    repro.tensors, repro.QuantizedTensor = repro.release()
+    repro.release()
+    QuantizedTensor = importlib.import_module("transformer_engine.pytorch.tensor").QuantizedTensor
     main(options)

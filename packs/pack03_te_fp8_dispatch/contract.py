@@ -3,6 +3,8 @@
 Moving to another device and saving are not tried: without a GPU a release answers otherwise than with one.
 """
 
+from importlib import import_module
+
 import repro
 import torch
 from repro import FACTS, finish
@@ -10,7 +12,8 @@ from repro import FACTS, finish
 
 def kind(result):
     result = result[0] if isinstance(result, (tuple, list)) else result
-    what = "wrapped" if isinstance(result, repro.QuantizedTensor) else f"plain {str(result.dtype).removeprefix('torch.')}"
+    quantized = import_module("transformer_engine.pytorch.tensor").QuantizedTensor
+    what = "wrapped" if isinstance(result, quantized) else f"plain {str(result.dtype).removeprefix('torch.')}"
     return f"{what}, pointer 0" if result.data_ptr() == 0 else what
 
 
@@ -78,7 +81,5 @@ def main():
 
 
 if __name__ == "__main__":
-    repro.parser.parse_args()
-    repro.tensors, repro.QuantizedTensor = repro.release()
-    repro.consumer()
+    repro.release()
     main()

@@ -3,88 +3,160 @@
 Runs after repro.py on the patched side. A refusal is as good as a warning, as in repro.py.
 """
 
+import importlib
+from unittest import mock
+
 import repro
 import torch
-from repro import calls, check, finish, fp8, inputs, used
+from repro import calls, check, finish, fp8, inputs, refuses, used
 
 
-def judged(name, call, given, want):
-    """One launch with the values of ``want``, which lie somewhere, and a warning; or a refusal."""
+def plain(pair, want):
+    """Whether both are plain tensors that lie somewhere, with the values that are wanted."""
+    return all(type(t) is torch.Tensor and t.data_ptr() and torch.equal(t, w) for t, w in zip(pair, want, strict=True))
+
+
+def alike(a, b):
+    """Whether two lists of arguments are the same, tensors by their values."""
+    same = lambda x, y: torch.equal(x, y) if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) else x == y  # noqa: E731
+    return len(a) == len(b) and all(map(same, a, b))
+
+
+def judged(at, call, given, want, others):
+    """One launch with the values of ``want`` [B, S, H, 576], which lie somewhere, and with the ``others`` of plain tensors; a warning; or a refusal."""
     out, launched, warned = used(call, *given)
     if not launched:
-        check("trigger", f"{name}: refused", out is None or "quantize" in str(out))
+        check("trigger", f"{at}: refused", refuses(at.split(":")[0].split(", ")[-1], out))
+        return
+    right = len(launched) == 1 and plain(launched[0][:2], map(padded, want)) and alike([first(out), *rest(launched[0])], others)
+    check("trigger", f"{at}: the kernel gets what dequantize() gives, plain, with {len(warned)} warning(s)", right and warned)
+
+
+def first(out):
+    """The attention's output: SparseMLA returns a second one."""
+    return out[0] if isinstance(out, tuple) else out
+
+
+def rest(launch):
+    """What a kernel is built and called with beside query and key."""
+    return [*launch[2].values(), *launch[3]]
+
+
+def trained(role, at, call, given, want, order, others):
+    """A backward: its kernels get ``want``, and else what plain tensors' get, which it returns; query and key get the gradients that come back, in their ``order``."""
+    leaves = [t.detach().requires_grad_() for t in given[:2]]
+    out, launched, _ = used(call, *leaves, *given[2:])
+    if not launched:
+        check(role, f"{at}, with gradients: refused", role == "trigger" and refuses(at.split(":")[0].split(", ")[-1], out))
         return None
-    pairs = list(zip(launched[0], want, strict=True))
-    right = all(type(t) is torch.Tensor and t.data_ptr() and torch.equal(t, w) for t, w in pairs)
-    check("trigger", f"{name}: the kernel gets what dequantize() gives, plain, with {len(warned)} warning(s)", right and warned)
-    return out
+    torch.manual_seed(1)
+    out, gradient = first(out), torch.randn(first(out).shape, dtype=torch.bfloat16, device=repro.device)
+    handed, back = [], [torch.randn_like(t) for t in want]
+    backward = lambda q, kv, *more, **named: handed.append((q, kv, [*more, *named.values()])) or back  # noqa: E731
+    with mock.patch.multiple(repro.mla, sparse_mla_bwd=backward, sparse_mla_delta=lambda o, do: do):
+        got, launched, _ = used(lambda: torch.autograd.grad(out, leaves, gradient))
+    same = len(handed) == len(launched) == 1 and plain(handed[0][:2], want) and plain(launched[0][:2], map(padded, want))
+    found = [*handed[0][2], *rest(launched[0])] if same else None
+    check(role, f"{at}: the backward's kernels get the same, plain", same and (others is None or alike(found, others)))
+    check(role, f"{at}: its gradients arrive", isinstance(got, tuple) and plain(got, map(order, back)))
+    return found
+
+
+class Dequantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.values.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def other_kind(values):
+    """A tensor of another format: of the class that all formats are of, with a dequantize() of its own. Real ones need a GPU, or their kernels do."""
+    base = importlib.import_module("transformer_engine.pytorch.tensor").QuantizedTensor
+
+    class OtherTensor(base):
+        def dequantize(self, *, dtype=None):
+            return Dequantize.apply(self)
+
+        def detach(self):
+            return made(self.values)
+
+        def contiguous(self, *_, **__):
+            return self
+
+    def made(values):
+        tensor = OtherTensor(values.shape, values.dtype)
+        tensor.values = values
+        return tensor
+
+    return made(values)
 
 
 def kinds(values):
-    """Name -> a quantized tensor of ``values``, and what it dequantizes to; of formats that only a GPU can make, one that says what they say."""
+    """Name -> a quantized tensor of ``values``, and what it dequantizes to."""
     known = fp8(values)
     yield "Float8Tensor", known, known.dequantize()
-    kind = type("OtherQuantizedTensor", (repro.tensors.Float8Tensor,), {"__slots__": ()})
-    e4m3 = known._fp8_dtype
-    other = kind(shape=values.shape, data=known._data, fp8_scale_inv=known._scale_inv, fp8_dtype=e4m3, dtype=torch.bfloat16)
-    yield "another QuantizedTensor", other, known.dequantize()
+    yield "another QuantizedTensor", other_kind(known.dequantize()), known.dequantize()
     base = next(c for c in type(known).__mro__ if c.__name__ in ("Float8TensorStorage", "Float8TensorBase"))
-    made = {"data": known._data, "fp8_scale_inv": known._scale_inv, "fp8_dtype": e4m3}
+    made = {"data": known._data, "fp8_scale_inv": known._scale_inv, "fp8_dtype": known._fp8_dtype}
     if "fake_dtype" in base.__new__.__code__.co_varnames:
         made["fake_dtype"] = torch.bfloat16
     yield "its storage, no torch.Tensor", base(**made), known.dequantize()
 
 
-def reaches(output, leaf):
-    """Whether a backward of ``output`` gives ``leaf`` a gradient: it is among the variables at the ends of the graph."""
-    nodes, seen = [output.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            if getattr(node, "variable", None) is leaf:
-                return True
-            seen.add(node)
-            nodes += [each for each, _ in node.next_functions]
-    return False
-
-
 def padded(tensor):
-    """As SparseMLA hands it on: rows up to a bucket of 256."""
-    missing = 256 - tensor.shape[1]
-    return torch.nn.functional.pad(tensor, (0, 0, 0, 0, 0, missing)) if missing > 0 else tensor
+    """As SparseMLA hands it on: in four dimensions, with rows up to a bucket of 256."""
+    missing = max(0, 256 - tensor.shape[-3])
+    return torch.nn.functional.pad(tensor if tensor.ndim == 4 else tensor[None], (0, 0, 0, 0, 0, missing))
+
+
+def ways(*given):
+    """As repro.calls; of one batch without its dimension, too."""
+    yield from calls(*given)
+    if given[0].shape[1] == 1:
+        *_, (_, call, (q, k, indices, scale), turned) = calls(*given)
+        yield "SparseMLA in three dimensions", call, (q[0], k[0], indices[0], scale), [t[0] for t in turned]
 
 
 def main():
-    for B, S in ((1, 256), (2, 256), (2, 100)):
-        for name, call, (q, k, *rest), turned in calls(*inputs(B, S)):
-            at, direct = f"B={B}, S={S}, {name}", name == "SparseMLA"
-            shown = padded if direct else lambda t: padded(t.permute(1, 0, 2, 3))
+    for B, S, H in ((1, 256, 16), (2, 256, 16), (1, 100, 128)):
+        for name, call, (q, k, *more), turned in ways(*inputs(B, S, H)):
+            at, direct = f"B={B}, S={S}, H={H}, {name}", name != "the dispatcher"
+            order = (lambda t: t) if direct else (lambda t: t.permute(1, 0, 2, 3))
+            for what, pair in (("bf16", (q, k)), ("parameters", map(torch.nn.Parameter, (q, k)))):
+                out, launched, warned = used(call, *pair, *more)
+                same = len(launched) == 1 and all(map(torch.equal, launched[0][:2], map(padded, turned)))
+                check("control", f"{at}: {what} as they are, and without a warning", same and not warned)
+            others = [first(out), *rest(launched[0])]
+            after = trained("control", f"{at}: bf16", call, (q, k, *more), turned, order, None)
             for (kind, q8, q_is), (_, k8, k_is) in zip(kinds(q), kinds(k), strict=True):
                 if direct and "storage" in kind:
                     continue  # autograd.Function takes what is no tensor as it is, and then has no gradient to give it
-                judged(f"{at}: {kind}", call, (q8, k8, *rest), (shown(q_is), shown(k_is)))
-                judged(f"{at}: {kind} for the query alone", call, (q8, k, *rest), (shown(q_is), shown(k)))
-                judged(f"{at}: {kind} for the key alone", call, (q, k8, *rest), (shown(q), shown(k_is)))
-            trains = fp8(q).requires_grad_()
-            out = judged(f"{at}: with gradients", call, (trains, k, *rest), (shown(trains.dequantize().detach()), shown(k)))
-            first = out[0] if isinstance(out, tuple) else out
-            refused = not isinstance(first, torch.Tensor)
-            check("trigger", f"{at}: a backward reaches the FP8 tensor", refused or reaches(first, trains))
-            _, launched, warned = used(call, q, k, *rest)
-            same = len(launched) == 1 and all(map(torch.equal, launched[0], map(padded, turned)))
-            check("control", f"{at}: bf16 as it is, and without a warning", same and not warned)
+                both = {"": (q8, k8), " for the query alone": (q8, k), " for the key alone": (q, k8)}
+                for which, given in both.items():
+                    want = [order(is8 if t is t8 else t) for t, t8, is8 in zip(given, (q8, k8), (q_is, k_is), strict=True)]
+                    judged(f"{at}: {kind}{which}", call, (*given, *more), want, others)
+                    if "storage" not in kind:
+                        trained("trigger", f"{at}: {kind}{which}", call, (*given, *more), want, order, after)
+            q8, k8 = fp8(q), fp8(k)
+            used(call, q8, k8, *more)
+            k8._data.copy_(k8._data.flip(0))
+            judged(
+                f"{at}: a key that has changed since", call, (q8, k8, *more), [order(t.dequantize()) for t in (q8, k8)], others
+            )
     query, key, indices = inputs(1)
     for dtype in (torch.float16, torch.float32):
-        name = f"{dtype} goes not to the kernel for bf16"
-        out, launched, _ = used(repro.dispatched, fp8(query, dtype), fp8(key, dtype), indices, repro.SCALE, repro.VALUE)
-        check("trigger", f"FP8 that stands for {name}", not launched and out is None)
-        out, launched, _ = used(repro.dispatched, query.to(dtype), key.to(dtype), indices, repro.SCALE, repro.VALUE)
-        check("control", name, not launched and out is None)
+        for role, what, given in (
+            ("trigger", "FP8 that stands for ", (fp8(query, dtype), fp8(key, dtype))),
+            ("control", "", (query.to(dtype), key.to(dtype))),
+        ):
+            out, launched, _ = used(repro.dsa.fused_sparse_mla_absorbed, *given, indices, repro.SCALE, repro.VALUE)
+            check(role, f"{what}{dtype} goes not to the kernel for bf16", not launched and out is None)
     finish()
 
 
 if __name__ == "__main__":
-    repro.parser.parse_args()
-    repro.tensors, repro.QuantizedTensor = repro.release()
-    repro.dispatched, repro.SparseMLA, repro.fwd = repro.consumer()
+    repro.release()
     main()
