@@ -13,10 +13,10 @@ _LOAD = """\
             return
         dtype = [before._dtype] if hasattr(before, "_dtype") else []  # from 0.6
         wrapped = WeightWithDynamicFloat8CastTensor(weight.detach(), before._linear_mm_config, *dtype)
-        if weight is self.weight:
-            self.weight = torch.nn.Parameter(wrapped, requires_grad=trained)
-        else:
-            self.weight._local_tensor = wrapped
+        if weight is not self.weight:  # a DTensor of its own: a Parameter in the checkpoint is its owner's
+            sharded = self.weight.detach()
+            sharded._local_tensor, wrapped = wrapped, sharded
+        self.weight = torch.nn.Parameter(wrapped, requires_grad=trained)
 
 """
 

@@ -67,7 +67,8 @@ def cases():
     yield "no FP8 all-gather", step(loaded(checkpoint(layers()), fp8=False), alone)
     mixed = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
     copied, assigned = (step(loaded(checkpoint(layers()), assign, **mixed), alone)["bytes"] for assign in (False, True))
-    yield "mixed precision, as copied", {"ok": copied == assigned == FP8}
+    outputs = [trained(loaded(checkpoint(layers()), assign, **mixed))[0] for assign in (False, True)]
+    yield "mixed precision, as copied", {"ok": copied == assigned == FP8 and all(map(torch.equal, *outputs))}
     first = {"0.weight": checkpoint(layers())["0.weight"]}
     model = sharded(layers())
     yield (
@@ -83,6 +84,17 @@ def cases():
     frozen = sharded(layers(device="meta")).requires_grad_(False)
     frozen.load_state_dict(checkpoint(layers()), assign=True)
     yield "frozen", {"ok": not any(p.requires_grad for p in frozen.parameters())}
+    counts = []
+    for assign in (False, True):
+        model = sharded(layers(device="meta"))
+        model = model if assign else model.to_empty(device=repro.device)
+        model[0].requires_grad_(False)
+        model.load_state_dict(checkpoint(layers()), assign=assign)
+        counts.append(step(model, alone))
+    yield (
+        "the first layer frozen, as copied",
+        {"ok": counts[0] == counts[1] and counts[0]["same"] and counts[0]["bytes"] < FULL / 2},
+    )
     emulated = repro.ao.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
     model = repro.ao.convert_to_float8_training(layers(device="meta"), config=emulated)
     for part in (*model, model):
@@ -95,6 +107,25 @@ def cases():
     model = loaded(checkpoint(biased), start=lambda: layers(device="meta", bias=True))
     found = model.state_dict()
     yield "biases", {"ok": all(torch.equal(found[n].full_tensor(), w) for n, w in biased.state_dict().items())}
+    yield "with biases", step(model, converted(biased)) | {"want": FP8 + 2 * repro.LAYERS * SIZE * 4}
+    larger = {name: 8 * weight for name, weight in layers().state_dict().items()}
+    alone_larger = converted(layers())
+    alone_larger.load_state_dict(larger)
+    model = sharded(layers())
+    repro.ao.precompute_float8_dynamic_scale_for_fsdp(model)
+    model.load_state_dict({name: 8 * weight for name, weight in checkpoint(layers()).items()}, assign=True)
+    yield "scales precomputed before the load are those of other weights", step(model, alone_larger)
+    given = {name: torch.nn.Parameter(weight) for name, weight in checkpoint(layers()).items()}
+    model = sharded(layers(device="meta"))
+    with CommDebugMode() as comms:
+        model.load_state_dict(given, assign=True)
+    yield "the load makes no collectives", {"ok": not comms.get_total_counts()}
+    kinds = {type(weight._local_tensor) for weight in given.values()}
+    yield "a checkpoint of parameters is left as it is", {"ok": kinds == {torch.Tensor}}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            plain_of(parameter).mul_(8)
+    yield "weights that change after the load", step(model, alone_larger)
     (copied, some), (assigned, more) = (trained(loaded(checkpoint(layers()), assign)) for assign in (False, True))
     same = all(map(torch.equal, copied, assigned)) and all(y.isfinite().all().item() for y in copied)
     yield "training after assign=True is bitwise that after a copy", {"ok": same}
@@ -116,6 +147,7 @@ def cases():
         {"ok": all(torch.equal(own[n].full_tensor(), w.full_tensor()) for n, w in given.items())},
     )
     yield "and share its memory", {"ok": all(plain_of(own[n]).data_ptr() == plain_of(w).data_ptr() for n, w in given.items())}
+    yield "which stay plain", {"ok": all(type(w._local_tensor) is torch.Tensor for w in given.values())}
 
 
 def four():
@@ -130,7 +162,7 @@ def four():
 def main():
     found = repro.in_ranks(cases) | (repro.in_ranks(four, 4) if repro.device == "cpu" or torch.cuda.device_count() > 3 else {})
     for name, rows in found.items():
-        want = FULL if name == "no FP8 all-gather" else FP8
+        want = rows[0].get("want", FULL if name == "no FP8 all-gather" else FP8)
         if "ok" in rows[0]:
             check("trigger", name, all(row["ok"] for row in rows))
             continue
