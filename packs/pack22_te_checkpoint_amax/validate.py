@@ -139,6 +139,23 @@ def followed():
     check("trigger", f"scales of input and weight, margin 1, are those of the largest of {LENGTH} steps{until}", wrong is None)
 
 
+def used():
+    """Scales are those that tensors are quantized with: inputs and gradients beyond the ends of FP8 come out right."""
+    parts = repro.blocks(1)
+    torch.manual_seed(1)
+    for _ in range(3):
+        x, gradient = (large * t for large, t in zip((1e4, 1e6), data(), strict=True))
+        parts.zero_grad()
+        step(parts, recipe(repro.largest), x, gradient)
+        with repro.te.fp8_autocast(enabled=True, fp8_recipe=recipe(repro.largest)), torch.no_grad():
+            y = parts[0](x)
+    exact = [t.double() for t in (x.detach(), gradient, parts[0].weight.detach(), parts[0].bias.detach())]
+    want = exact[0] @ exact[2].t() + exact[3], exact[1] @ exact[2], exact[1].t() @ exact[0]
+    for name, a, b in zip(("output", "dx", "dweight"), (y, x.grad, parts[0].weight.grad), want, strict=True):
+        off = ((a.double() - b).norm() / b.norm()).item()
+        check("trigger", f"{name} of large tensors is off fp64 by {off:.2g}, at most 0.2", off <= 0.2)
+
+
 def kept():
     """A weight that is cast in the first two steps alone: no amax of it is new after them, so none is forgotten, while those of the input are."""
     parts, want = repro.blocks(1), [[], []]
@@ -197,15 +214,26 @@ def reduced():
     """Each rank reduces as often, whatever its amaxes are, since the others wait for it; and an amax of another rank counts where the own is 0."""
     fp8 = recipe(repro.largest)
     for name, how in (("no checkpoint", ()), ("reentrant", ((1, 2), "reentrant")), ("nested", ((1, 2), "nested"))):
-        counts = []
-        for zero in (1, 0):
+        sizes = {}
+        for what, zeros in (("nothing", []), ("one weight", [1]), ("everything", range(4))):
             calls, parts = [], repro.blocks()
             with torch.no_grad():
-                torch._foreach_mul_(list(parts.parameters()), zero)
-            with two_ranks(calls.append):
-                step(parts, fp8, *(zero * t for t in data()), *how)
-            counts.append(len(calls))
-        check("trigger", f"{name}: a step makes {counts[0]} reductions, {counts[1]} where all is 0", counts[0] == counts[1] > 1)
+                for i in zeros:
+                    parts[i].weight.zero_()
+            with two_ranks(lambda amaxes, calls=calls: calls.append(amaxes.numel())):
+                step(parts, fp8, *((what != "everything") * t for t in data()), *how)
+            sizes[what] = calls
+        same = all(calls == sizes["nothing"] for calls in sizes.values()) and len(sizes["nothing"]) > 1
+        check(
+            "trigger", f"{name}: a step reduces {sizes['nothing']} amaxes, as many where one weight, or everything, is 0", same
+        )
+    parts = repro.blocks()
+    with torch.no_grad():
+        parts[1].weight.zero_()
+    with two_ranks(lambda amaxes: amaxes.copy_(torch.where(amaxes == 0, 5.0, amaxes))):
+        step(parts, fp8, *data())
+    scale = parts[1].fp8_meta["scaling_fwd"].scale[1].item()
+    check("trigger", "the scale of a weight that is 0 is that of another rank's", abs(scale * 5 / 448 - 1) < 1e-6)
     parts = repro.blocks(1)
     with two_ranks(lambda amaxes: amaxes.fill_(5.0)):
         step(parts, fp8, *(0 * t for t in data()))
@@ -219,8 +247,8 @@ def reduced():
 
 
 def by_default():
-    """What the kernel is called with in a step without checkpoints, after amaxes are reduced where there are two ranks; what is called does nothing."""
-    tex, calls, parts = sys.modules["transformer_engine_torch"], [], repro.blocks()
+    """What the kernel is called with in a step, after amaxes are reduced where there are two ranks; what is called does nothing."""
+    tex = sys.modules["transformer_engine_torch"]
     if not hasattr(tex, "fused_amax_and_scale_update_after_reduction") or repro.kernel:
         return
 
@@ -230,17 +258,26 @@ def by_default():
         own = [{t.data_ptr() for t in tensors} for tensors in (histories, scales)]
         right = own == [{meta.amax_history.data_ptr() for meta in metas}, {meta.scale.data_ptr() for meta in metas}]
         right &= torch.equal(amaxes, torch.cat([history[0] for history in histories]))
-        calls.append(f"kernel, {way}" if right and (algorithm, margin) == ("max", 3) else "kernel, called with something else")
+        calls.append(f"kernel, {way}" if right and (algorithm, margin) == asked else "kernel, called with something else")
 
     unfused = os.environ.pop("NVTE_UNFUSED_FP8_UPDATE", None)
-    with (
-        replaced(tex, "fused_amax_and_scale_update_after_reduction", kernel),
-        two_ranks(lambda amaxes: calls.append("reduction")),
-    ):
-        step(parts, repro.recipes.DelayedScaling(margin=3), *data())
+    for how in ((), ((1, 2), "reentrant"), ((0,), "not reentrant"), ((1, 2), "nested")):
+        for asked in (("max", 3), ("most_recent", 0)):
+            parts, calls = repro.blocks(), []
+            fp8 = repro.recipes.DelayedScaling(amax_compute_algo=asked[0], margin=asked[1])
+            with (
+                replaced(tex, "fused_amax_and_scale_update_after_reduction", kernel),
+                two_ranks(lambda amaxes, calls=calls: calls.append("reduction")),
+            ):
+                step(parts, fp8, *data(), *how)
+            pairs = list(zip(calls[::2], calls[1::2], strict=True))
+            known = [("reduction", f"kernel, {way}") for way in ("fwd", "bwd")]
+            # The step's own updates, and beside them those of recomputations, whose amaxes are 0.
+            right = pairs == known if not how else pairs[0] == known[0] and known[1] in pairs and set(pairs) <= {*known}
+            name = f"{how[1]} over {how[0]}" if how else "no checkpoint"
+            check("trigger", f"by default, {asked[0]}, {name}: the kernel updates {[way for _, way in pairs]}", right)
     if unfused is not None:
         os.environ["NVTE_UNFUSED_FP8_UPDATE"] = unfused
-    check("trigger", f"by default: {calls}", calls == ["reduction", "kernel, fwd", "reduction", "kernel, bwd"])
     meta = {"recipe": repro.recipes.MXFP8BlockScaling()}
     for name in (
         "copy_forward_fp8_meta_tensors_for_recompute",
@@ -262,6 +299,7 @@ def main():
     check("control", "without checkpoints, twice: bitwise the same", alike)
     defined(plain)
     followed()
+    used()
     kept()
     reduced()
     for how, runs in (
