@@ -14,25 +14,10 @@ from common.packs.pack import all_packs
 
 pytestmark = pytest.mark.headers
 
-#: Not yet, and why.
-LATER = {
-    "pack03": "asks for Python 3.10 where megatron-core asks for 3.12",
-    "pack07": "does not say how mamba-ssm is built",
-    "pack16": "does not say how mamba-ssm is built",
-    "pack25": "the sdist of deep-gemm cannot be installed",
-}
 LAST = re.compile(r"BUG_REPRODUCED|BUG_ABSENT|MEASURED|(?:CHANGED|UNTESTABLE): \S+.*")
 
 
-@pytest.mark.parametrize(
-    "pack",
-    [
-        pytest.param(pack, marks=pytest.mark.xfail(reason=LATER[pack.name], strict=True) if pack.name in LATER else ())
-        for pack in all_packs()
-        if pack.kind != "selftest"
-    ],
-    ids=lambda pack: pack.name,
-)
+@pytest.mark.parametrize("pack", [pack for pack in all_packs() if pack.kind != "selftest"], ids=lambda pack: pack.name)
 def test_the_script_runs_alone_in_an_empty_folder(pack, tmp_path):
     shutil.copy(pack.script, tmp_path)
     command = [uv.find_uv_bin(), "run", "--no-project", "repro.py"]
