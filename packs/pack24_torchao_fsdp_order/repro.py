@@ -12,7 +12,7 @@ Two ranks run the release's own code: NCCL on two GPUs, or gloo on a CPU. Exits 
 
 import tempfile
 import warnings
-from importlib import import_module, metadata
+from importlib import import_module, metadata, util
 from pathlib import Path
 
 import torch
@@ -31,11 +31,13 @@ def release():
     global ao
     warnings.filterwarnings("ignore")
     FACTS["version"] = metadata.version("torchao")
-    if not metadata.distribution("torchao").locate_file("torchao/float8/fsdp_utils.py").exists():
+    file = Path(util.find_spec("torchao").origin).with_name("float8") / "fsdp_utils.py"
+    if not file.exists():
+        print("This release has no training in FP8 (torchao.float8).")
         finish("UNTESTABLE", "no-api")
-    ao, file = import_module("torchao.float8"), import_module("torchao.float8.fsdp_utils").__file__
+    ao = import_module("torchao.float8")
     gpu = "device:sm_{}{}".format(*torch.cuda.get_device_capability()) if device == "cuda" else "source"
-    FACTS.update(file=file, evidence=gpu)
+    FACTS.update(file=str(file), evidence=gpu)
 
 
 class Gather:
@@ -107,7 +109,8 @@ def rank(number, count, cases, folder):
 def in_ranks(cases, count=2):
     """What ``count`` ranks find: case -> a row a rank."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(rank, (count, cases, folder), count)
+        how = "fork" if device == "cpu" else "spawn"  # a fork has torch imported already, and must not have CUDA in use
+        torch.multiprocessing.start_processes(rank, (count, cases, folder), count, start_method=how)
         found = [json.loads(Path(folder, f"found.{number}").read_text()) for number in range(count)]
     return {name: [each[name] for each in found] for name in found[0]}
 

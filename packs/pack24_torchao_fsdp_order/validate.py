@@ -35,6 +35,23 @@ def loaded(weights, assign=True, start=lambda: layers(device="meta"), **how):
     return model
 
 
+def shard(model):
+    """What ``sharded`` does to a model that is converted already."""
+    for part in (*model, model):
+        fully_shard(part)
+    for part in model:
+        part.set_custom_all_gather(repro.Gather())
+    return model
+
+
+def early(frozen=0):
+    """Sharded after the load; the first ``frozen`` layers train nothing."""
+    model = converted(layers(device="meta"))
+    model[:frozen].requires_grad_(False)
+    model.load_state_dict(layers().state_dict(), assign=True)
+    return shard(model)
+
+
 def plain_of(parameter):
     """The tensor that holds the numbers: of a DTensor its local one, of a wrapper the one inside."""
     local = getattr(parameter, "_local_tensor", parameter)
@@ -96,11 +113,7 @@ def cases():
         {"ok": counts[0] == counts[1] and counts[0]["same"] and counts[0]["bytes"] < FULL / 2},
     )
     emulated = repro.ao.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
-    model = repro.ao.convert_to_float8_training(layers(device="meta"), config=emulated)
-    for part in (*model, model):
-        fully_shard(part)
-    for part in model:
-        part.set_custom_all_gather(repro.Gather())
+    model = shard(repro.ao.convert_to_float8_training(layers(device="meta"), config=emulated))
     model.load_state_dict(checkpoint(layers()), assign=True)
     yield "emulated", step(model, repro.ao.convert_to_float8_training(layers(), config=emulated))
     biased = layers(bias=True)
@@ -130,16 +143,13 @@ def cases():
     same = all(map(torch.equal, copied, assigned)) and all(y.isfinite().all().item() for y in copied)
     yield "training after assign=True is bitwise that after a copy", {"ok": same}
     yield "training after assign=True: one all-reduce for all scales", {"ok": some == more == 1}
-    early = converted(layers(device="meta"))
-    early.load_state_dict(layers().state_dict(), assign=True)
-    for part in (*early, early):
-        fully_shard(part)
-    for part in early:
-        part.set_custom_all_gather(repro.Gather())
-    yield "loaded before it is sharded", step(early, alone)
-    early = converted(layers(device="meta")).requires_grad_(False)
-    early.load_state_dict(layers().state_dict(), assign=True)
-    yield "frozen, loaded before it is sharded", {"ok": not any(p.requires_grad for p in early.parameters())}
+    yield "loaded before it is sharded", step(early(), alone)
+    part, trains = step(early(1), alone), [p.requires_grad for p in early(1).parameters()]
+    yield (
+        "the first layer frozen, loaded before it is sharded",
+        {"ok": part == counts[0] and trains == [False, True, True, True]},
+    )
+    yield "frozen, loaded before it is sharded", {"ok": not any(p.requires_grad for p in early(repro.LAYERS).parameters())}
     given = checkpoint(layers())
     own = loaded(given).state_dict()
     yield (
