@@ -6,137 +6,109 @@
 # ///
 """mamba-ssm: what it costs to keep the state of Mamba-3's scan in FP8, over the length of a sequence.
 
-No release does so; an article says that FP8 is not worth it for scans. The release's own SISO kernel is called for segments of a sequence, each
-with the state [H, P, N] that the one before ended with, kept in between in fp32, bf16 or FP8. Reports the output's error over the length, for
-heads that forget fast and slowly. A measurement, and no bug. Runs on a GPU, or without one on Triton's interpreter.
-Exits with 0 (MEASURED) or 125 (CHANGED, UNTESTABLE).
+No release does so; an article says that FP8 is not worth it for scans. The release's own SISO kernel is called for segments of a sequence, each with the state
+[H, P, N] that the one before ended with, cast in between to bf16 or FP8. Reports the output's error over the length, for heads that forget fast and slowly.
+A measurement, and no bug. Runs on a GPU, or without one on Triton's interpreter. Exits with 0 (MEASURED) or 125 (CHANGED, UNTESTABLE).
 """
 
 import argparse
-import importlib.util
 import os
-from importlib.metadata import version
+from functools import partial
+from importlib import import_module, metadata, util
 
 device = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 import torch
 import triton
 
-#: What a state of a head forgets in a token: a decay of exp(-rate).
-RATES = (0.1, 0.01, 0.001)
-SHAPE = (32, 2048, 32, 16) if device == "cpu" else (128, 65536, 64, 64)  # N, S, P, chunk
+RATES = (0.1, 0.01, 0.001)  # what a head's state forgets in a token: a decay of exp(-rate)
+N, LENGTH, P, CHUNK = (32, 2048, 32, 16) if device == "cpu" else (128, 65536, 64, 64)
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument(
-    "--segment", type=int, default=64, metavar="TOKENS", help="tokens from one handover to the next (default 64)"
-)
-parser.add_argument("--length", type=int, default=SHAPE[1], metavar="S", help=f"tokens in all (default {SHAPE[1]})")
+parser.add_argument("--segment", type=int, default=64, metavar="TOKENS", help="tokens between two handovers (default 64)")
+parser.add_argument("--length", type=int, default=LENGTH, metavar="S", help=f"tokens in all (default {LENGTH})")
 autotune = triton.autotune  # slow, and no matter of numbers
 triton.autotune = lambda configs, **rest: autotune(configs[:1], **rest)
 
 
 def release():
-    """The release's function. mamba_ssm/__init__.py loads CUDA extensions that it does not use, so it is not executed."""
-    sys.modules["mamba_ssm"] = importlib.util.module_from_spec(importlib.util.find_spec("mamba_ssm"))
-    if importlib.util.find_spec("mamba_ssm.ops.triton.mamba3") is None:
+    """The release's module. mamba_ssm/__init__.py loads CUDA extensions that it does not use, so it is not executed."""
+    FACTS["version"] = metadata.version("mamba-ssm")
+    sys.modules["mamba_ssm"] = util.module_from_spec(util.find_spec("mamba_ssm"))
+    if util.find_spec("mamba_ssm.ops.triton.mamba3") is None:
+        print("This release has no kernels of Mamba-3.")
         finish("UNTESTABLE", "no-api")
     if device == "cuda" and not torch.cuda.is_available():
         print("This needs an NVIDIA GPU, and torch sees none; nox -s pack27 runs it without one, on Triton's interpreter.")
         finish("UNTESTABLE", "no-device")
-    from mamba_ssm.ops.triton.mamba3 import mamba3_siso_combined as module
-
+    module = import_module("mamba_ssm.ops.triton.mamba3.mamba3_siso_combined")
     gpu = "interpreter" if device == "cpu" else "device:sm_{}{}".format(*torch.cuda.get_device_capability())
-    FACTS.update(file=module.__file__, version=version("mamba-ssm"), evidence=gpu)
-    return module.mamba3_siso_combined
+    FACTS.update(file=module.__file__, evidence=gpu)
+    return module
 
 
-def scaled(dtype):
-    """A cast to FP8 and back, with a scale for each head, from the largest entry of its state [1, H, P, N]."""
-
-    def kept(state):
-        scale = torch.finfo(dtype).max / state.abs().amax((-2, -1), keepdim=True).clamp(min=1e-30)
-        return (state * scale).to(dtype).float() / scale
-
-    return kept
+def fp8(tensor, dtype):
+    """To FP8 and back, with a scale from the largest entry of the last two dimensions."""
+    scale = torch.finfo(dtype).max / tensor.abs().amax((-2, -1), keepdim=True).clamp(min=1e-30)
+    return (tensor * scale).to(dtype).float() / scale
 
 
-KEPT = {
-    "fp32": lambda state: state,
-    "bf16": lambda state: state.bfloat16().float(),
-    "e4m3": scaled(torch.float8_e4m3fn),
-    "e5m2": scaled(torch.float8_e5m2),
-    "thrown away": torch.zeros_like,
-}
+CASTS = {"bf16": lambda state: state.bfloat16().float(), "e4m3": partial(fp8, dtype=torch.float8_e4m3fn)}
+CASTS |= {"e5m2": partial(fp8, dtype=torch.float8_e5m2), "thrown away": torch.zeros_like}
 
 
 def inputs(S):
     """The scan's inputs as the function names them: one sequence, a head for each rate."""
-    N, _, P, _ = SHAPE
-    H = len(RATES)
     torch.manual_seed(0)
+    H = len(RATES)
     shapes = {"Q": (1, S, 1, N), "K": (1, S, 1, N), "V": (1, S, H, P), "Angles": (1, S, H, N // 2), "Trap": (1, H, S)}
     given = {name: torch.randn(*shape, device=device).bfloat16() for name, shape in shapes.items()}
-    DT = torch.full((1, H, S), 0.1, device=device)
     ADT = -torch.tensor(RATES, device=device)[None, :, None].expand(1, H, S).contiguous()
-    biases = {name: torch.zeros(H, N, device=device) for name in ("Q_bias", "K_bias")}
-    return {**given, "DT": DT, "ADT": ADT, **biases}
+    return {**given, "DT": torch.full((1, H, S), 0.1, device=device), "ADT": ADT}
 
 
-def scan(function, given, segment, kept):
-    """The output [S, H, P] in fp32, called for ``segment`` tokens at a time; ``kept`` is what becomes of the state in between."""
-    outs, states, S = [], None, given["V"].shape[1]
+def scan(module, given, segment, cast=lambda state: state):
+    """The output [S, H, P] in fp32 and the last state, called for ``segment`` tokens at a time; the state is cast in between."""
+    outs, states, S, bias = [], None, given["V"].shape[1], torch.zeros(len(RATES), N, device=device)
     # The release casts Angles to bf16, and with them the angles' state that it hands back: here it is the same kernel's, in fp32.
-    turned = sys.modules[function.__module__].angle_dt_fwd(given["Angles"].float(), given["DT"], chunk_size=SHAPE[3])
+    turned = module.angle_dt_fwd(given["Angles"].float(), given["DT"], chunk_size=CHUNK)
     for start in range(0, S, segment):
-        along = {name: 2 if name in ("DT", "ADT", "Trap") else 1 for name in given if not name.endswith("bias")}
-        part = {name: given[name].narrow(dim, start, min(segment, S - start)).contiguous() for name, dim in along.items()}
-        more = {name: given[name] for name in given if name.endswith("bias")}
-        out, *states = function(
-            **part, **more, Input_States=states and tuple(states), chunk_size=SHAPE[3], return_final_states=True
-        )
-        dtype, states[1] = states[1].dtype, kept(states[1].float())
+        dims = {name: 2 if name in ("DT", "ADT", "Trap") else 1 for name in given}
+        part = {name: given[name].narrow(dim, start, min(segment, S - start)).contiguous() for name, dim in dims.items()}
+        part |= {"Q_bias": bias, "K_bias": bias, "Input_States": states and tuple(states)}
+        out, *states = module.mamba3_siso_combined(**part, chunk_size=CHUNK, return_final_states=True)
+        kept, states[1] = states[1].dtype, cast(states[1].float())
         states[0] = turned[:, min(start + segment, S) - 1].contiguous()
         outs.append(out[0].float())
-    return torch.cat(outs), states[1], dtype
+    return torch.cat(outs), states[1], kept
 
 
 def errors(got, want):
     """||got - want|| / ||want|| of each head, over the whole length and over each eighth of it."""
-    parts = [slice(None), *(slice(i * len(want) // 8, (i + 1) * len(want) // 8) for i in range(8))]
-    off = (got - want).double()
-    return [[round((off[part, h].norm() / want[part, h].norm()).item(), 6) for part in parts] for h in range(want.shape[1])]
+    off, parts = (got - want).double(), [slice(None), *(slice(i * len(want) // 8, (i + 1) * len(want) // 8) for i in range(8))]
+    return [[round((off[part, h].norm() / want[part, h].norm()).item(), 6) for part in parts] for h in range(len(RATES))]
 
 
 @torch.no_grad()
 def main(options):
-    function, given = release(), inputs(options.length)
-    cast = scaled(torch.float8_e4m3fn)
-    operands = {**given, **{name: cast(given[name].float()).bfloat16() for name in "QKV"}}  # bf16 holds every e4m3
-    exact, state, dtype = scan(function, given, options.segment, KEPT["fp32"])
-    check("control", "the release's state is in fp32", dtype is torch.float32)
-    whole = errors(scan(function, given, options.length, KEPT["fp32"])[0], exact)
-    check(
-        "control",
-        "a state that is kept in fp32: as in one call",
-        error=torch.tensor(whole).max().item(),
-        limit=1e-5 if device == "cpu" else 1e-2,
-    )
-    once = {name: ((kept(state) - state).norm() / state.norm()).item() for name, kept in KEPT.items()}
+    module, given = release(), inputs(options.length)
+    exact, state, kept = scan(module, given, options.segment)
+    check("control", "the release's state is in fp32", kept is torch.float32)
+    whole = torch.tensor(errors(scan(module, given, options.length)[0], exact)).max()
+    check("control", "a state in fp32: as in one call", error=whole.item(), limit=1e-5 if device == "cpu" else 1e-2)
+    found = {name: errors(scan(module, given, options.segment, cast)[0], exact) for name, cast in CASTS.items()}
+    e4m3 = {name: CASTS["e4m3"](given[name].float()).bfloat16() for name in "QKV"}  # bf16 holds every e4m3
+    found["Q, K and V in e4m3"] = errors(scan(module, given | e4m3, options.length)[0], exact)
     for name, least, most in (("bf16", 2**-11, 2**-8), ("e4m3", 2**-7, 2**-4), ("e5m2", 2**-6, 2**-3)):
-        check("control", f"{name}: one cast of the state is off by {100 * once[name]:.2g} %", least < once[name] < most)
-    found = {name: errors(scan(function, given, options.segment, KEPT[name])[0], exact) for name in KEPT if name != "fp32"}
-    found["Q, K and V in e4m3"] = errors(scan(function, operands, options.length, KEPT["fp32"])[0], exact)
-    operand = [head[0] for head in found["Q, K and V in e4m3"]]
-    check("control", "Q, K and V in e4m3 cost 2 to 8 %", all(0.02 < error < 0.08 for error in operand))
+        once = ((CASTS[name](state) - state).norm() / state.norm()).item()
+        check("control", f"{name}: one cast of the state is off by {100 * once:.2g} %", least < once < most)
     least = 8 if device == "cpu" else 4  # a GPU rounds the output to bf16
-    for name, times, than in (("e4m3", least, "bf16"), ("e5m2", 1.5, "e4m3")):
+    for name, times, than in (("e4m3", least, "bf16"), ("e5m2", 1.5, "e4m3"), ("thrown away", 10, "bf16")):
         seen = all(a[0] > times * b[0] for a, b in zip(found[name], found[than], strict=True))
         check("control", f"{name} costs more than {times} times what {than} costs", seen)
-    for name, heads in found.items():
-        for rate, (overall, *eighths) in zip(RATES, heads, strict=True):
-            FACTS["metrics"].setdefault(f"forgets {rate:g} a token", {})[name] = {"all": overall, "by eighth": eighths}
-    thrown, rounded = ([head[0] for head in found[name]] for name in ("thrown away", "bf16"))
-    check("control", "a state that is thrown away is seen", all(t > 10 * r for t, r in zip(thrown, rounded, strict=True)))
-    for rate, figures in FACTS["metrics"].items():
-        print(rate, *(f"  {name}: {figure}" for name, figure in figures.items()), sep="\n")
+    check("control", "Q, K and V in e4m3 cost 2 to 8 %", all(0.02 < each[0] < 0.08 for each in found["Q, K and V in e4m3"]))
+    for i, rate in enumerate(RATES):
+        row = {name: {"all": heads[i][0], "by eighth": heads[i][1:]} for name, heads in found.items()}
+        FACTS["metrics"][f"forgets {rate:g} a token"] = row
+        print(f"forgets {rate:g} a token", *(f"  {name}: {figure}" for name, figure in row.items()), sep="\n")
     finish("MEASURED")
 
 
