@@ -4,12 +4,15 @@ Runs after repro.py on the patched side. A load has to stay one: assigned tensor
 precomputed scales are used.
 """
 
+import dataclasses
+
 import repro
 import torch
 import torch.distributed as dist
 from repro import FP8, FULL, SIZE, check, checkpoint, converted, finish, layers, sharded, step
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 
 def trained(model, steps=3):
@@ -35,10 +38,10 @@ def loaded(weights, assign=True, start=lambda: layers(device="meta"), **how):
     return model
 
 
-def shard(model):
+def shard(model, **how):
     """What ``sharded`` does to a model that is converted already."""
     for part in (*model, model):
-        fully_shard(part)
+        fully_shard(part, **how)
     for part in model:
         part.set_custom_all_gather(repro.Gather())
     return model
@@ -58,9 +61,9 @@ def plain_of(parameter):
     return getattr(local, "_tensor", local)
 
 
-def refuses(weights):
+def refuses(weights, **how):
     try:
-        loaded(weights)
+        loaded(weights, **how)
     except RuntimeError as error:
         return "Error(s) in loading state_dict" in str(error)
     return False
@@ -98,6 +101,7 @@ def cases():
         "a weight of another shape is refused",
         {"ok": refuses({**checkpoint(layers()), **checkpoint(torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False)))})},
     )
+    yield "a bias that there is not is refused", {"ok": refuses({**checkpoint(layers()), "0.bias": torch.zeros(SIZE)})}
     frozen = sharded(layers(device="meta")).requires_grad_(False)
     frozen.load_state_dict(checkpoint(layers()), assign=True)
     yield "frozen", {"ok": not any(p.requires_grad for p in frozen.parameters())}
@@ -116,6 +120,20 @@ def cases():
     model = shard(repro.ao.convert_to_float8_training(layers(device="meta"), config=emulated))
     model.load_state_dict(checkpoint(layers()), assign=True)
     yield "emulated", step(model, repro.ao.convert_to_float8_training(layers(), config=emulated))
+    if "target_dtype" in repro.ao.CastConfig.__dataclass_fields__:  # from 0.6
+        cast = {"cast_config_weight": repro.ao.CastConfig(target_dtype=torch.float8_e5m2)}
+        cast["cast_config_weight_for_grad_input"] = cast["cast_config_weight"]
+        e5m2 = dataclasses.replace(emulated, **cast)
+        model = shard(repro.ao.convert_to_float8_training(layers(device="meta"), config=e5m2))
+        model.load_state_dict(checkpoint(layers()), assign=True)
+        yield "weights in e5m2", step(model, repro.ao.convert_to_float8_training(layers(), config=e5m2))
+    model, weights = sharded(layers(device="meta")), checkpoint(layers())
+    for i, part in enumerate(model):
+        part.load_state_dict({"weight": weights[f"{i}.weight"]}, assign=True)
+    yield "loaded layer by layer", step(model, alone)
+    model = sharded(layers(device="meta")).eval()
+    model.load_state_dict(checkpoint(layers()), assign=True)
+    yield "loaded in eval(), then trained", step(model.train(), alone)
     biased = layers(bias=True)
     model = loaded(checkpoint(biased), start=lambda: layers(device="meta", bias=True))
     found = model.state_dict()
@@ -168,8 +186,32 @@ def four():
     weights = {n: dist.tensor.distribute_tensor(w.detach(), mesh, placed) for n, w in layers().state_dict().items()}
     yield "four ranks, 2 x 2", step(loaded(weights, mesh=mesh), alone)
 
+    mesh = dist.device_mesh.init_device_mesh(repro.device, (2, 2), mesh_dim_names=("data", "tensor"))
+    for style in (ColwiseParallel, RowwiseParallel):
+        made = []
+        for device in (repro.device, "meta"):
+            config = repro.ao.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+            model = repro.ao.convert_to_float8_training(layers(device=device), config=config)
+            for part in model:
+                parallelize_module(part, mesh["tensor"], style())
+            made.append(shard(model, mesh=mesh["data"]))
+        want, model = made
+        placed = {name: weight.placements for name, weight in want.state_dict().items()}
+        weights = {n: dist.tensor.distribute_tensor(w.detach(), mesh, placed[n]) for n, w in layers().state_dict().items()}
+        model.load_state_dict(weights, assign=True)
+        found = model.state_dict()
+        same = all(
+            found[n].placements == placed[n] and torch.equal(found[n].full_tensor(), w.full_tensor())
+            for n, w in weights.items()
+        )
+        kinds = {type(weight._local_tensor) for weight in found.values()}
+        kept = kinds == {type(weight._local_tensor) for weight in want.state_dict().values()}
+        yield f"four ranks, 2 x 2, {style.__name__}: weights are placed and wrapped as before the load", {"ok": same and kept}
+
 
 def main():
+    if repro.device == "cuda" and torch.cuda.device_count() < 4:
+        print("Four ranks were not tried: there are fewer GPUs.")
     found = repro.in_ranks(cases) | (repro.in_ranks(four, 4) if repro.device == "cpu" or torch.cuda.device_count() > 3 else {})
     for name, rows in found.items():
         want = rows[0].get("want", FULL if name == "no FP8 all-gather" else FP8)

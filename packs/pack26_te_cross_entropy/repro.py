@@ -67,7 +67,7 @@ def outcome(function, logits, labels, given, mean=False, layout="", smoothing=0.
 def main():
     names, two = (function := release()).forward.__code__.co_varnames, torch.tensor(2.0, device=device)
     for name, given, options in (
-        ("mean, its gradient 2", two, {"mean": True}),
+        ("mean, its gradient 1", torch.ones((), device=device), {"mean": True}),
         ("each token, all weights 1", torch.ones(B, S, device=device), {}),
         ("each token, weighted", torch.linspace(0.1, 1.9, B * S, device=device).view(B, S), {}),
         ("each token, gradient of stride 0", torch.tensor([1.0, *[math.nan] * B * S], device=device)[:1].expand(B, S), {}),

@@ -6,6 +6,7 @@ is none.
 
 import argparse
 import inspect
+import math
 import os
 import subprocess
 import sys
@@ -15,10 +16,11 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from repro import FACTS, IGNORED, LAYOUTS, LIMIT, check, device, finish, inputs, off, outcome, release
+from torch.utils._python_dispatch import TorchDispatchMode
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--ranks", metavar="FILE", help=argparse.SUPPRESS)
-B, S, V = 2, 6, 40000  # more than one block of the kernels, 32,768
+B, S, V, SMALL = 2, 6, 40000, 1000  # more than one block of the kernels, 32,768, and what is quick without a GPU
 HALF = torch.bfloat16 if device == "cuda" else torch.float16
 
 
@@ -28,6 +30,77 @@ def judge(name, found):
     check("trigger", f"{name}: loss", error=off(loss, right), limit=LIMIT)
     check("trigger", f"{name}: gradient", error=off(grad, want), limit=LIMIT)
     check("trigger", f"{name}: nothing written out of bounds", not outside)
+
+
+def called(function, name, logits, labels, given, mean=False, group=None):
+    """Checks of a call with all as it is laid out: loss and gradient, shape and dtype of the loss, and that what is given stays as it is."""
+    exact = logits.double().contiguous().requires_grad_()
+    right = F.cross_entropy(exact.flatten(0, 1), labels.flatten(), reduction="mean" if mean else "none")
+    right.backward(given.double().reshape(right.shape))
+    mine, before = logits.detach().requires_grad_(), [t.clone() for t in (labels, given, logits)]
+    loss = function.apply(mine, labels, 0.0, mean, group)
+    loss.backward(given := given.reshape(loss.shape))
+    check("trigger", f"{name}: loss", error=off(loss.double().reshape(right.shape), right), limit=LIMIT)
+    check("trigger", f"{name}: gradient", error=off(mine.grad.double(), exact.grad), limit=LIMIT)
+    shape = loss.numel() == 1 if mean else loss.shape == labels.shape
+    check("trigger", f"{name}: the loss is fp32, {'one number' if mean else '[B, S]'}", loss.dtype is torch.float32 and shape)
+    kept = torch.equal(labels, before[0]) and torch.equal(given.flatten(), before[1].flatten())
+    if tuple(map(int, FACTS["version"].split(".")[:2])) >= (2, 18):  # before, the logits' memory is taken for the gradient
+        kept = kept and torch.equal(logits, before[2])
+    check("trigger", f"{name}: what is given stays as it is", kept)
+
+
+class Synchronizes(TorchDispatchMode):
+    """Operators that wait for the GPU, which a captured CUDA graph cannot."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default):
+            self.found.add(str(op))
+        return op(*args, **(kwargs or {}))
+
+
+def calls(function):
+    """Calls as people make them, and as they are laid out by broadcasting, padding and steps that share a graph."""
+    (logits, labels), one = inputs(sizes=(B, S, SMALL)), torch.ones((), device=device)
+    weights = torch.linspace(-1, 2, B * S, device=device).view(B, S)
+    called(function, "mean, its gradient 1", logits.clone(), labels, one, mean=True)
+    called(function, "mean, its gradient 3", logits.clone(), labels, 3 * one, mean=True)
+    called(function, "each token, weighted, as laid out", logits.clone(), labels, weights)
+    for shift in (-200.0, 200.0):
+        called(function, f"logits around {shift:g}", logits + shift, labels, weights)
+    called(function, "labels expanded", logits.clone(), labels[:1].expand(B, S), weights)
+    called(function, "logits expanded", logits[:1].clone().expand(B, S, SMALL), labels, weights)
+    padded = torch.cat([logits, torch.full((B, S, 64), 30.0, device=device)], -1)[..., :SMALL]
+    called(function, "logits of a padded vocabulary", padded, labels, weights)
+    pairs = [(logits.clone().requires_grad_(), labels), ((2 * logits).requires_grad_(), labels.roll(1, 1))]
+    rights = [F.cross_entropy(x.detach().double().flatten(0, 1), y.flatten(), reduction="none") for x, y in pairs]
+    exact = [x.detach().double().requires_grad_() for x, _ in pairs]
+    for x, (_, y) in zip(exact, pairs, strict=True):
+        F.cross_entropy(x.flatten(0, 1), y.flatten(), reduction="sum").backward()
+    losses = [function.apply(x, y, 0.0, False, None) for x, y in pairs]
+    for loss in losses:
+        loss.backward(torch.ones_like(loss))
+    for i, (loss, right, (x, _), want) in enumerate(zip(losses, rights, pairs, exact, strict=True)):
+        name = f"two forwards, then two backwards, number {i + 1}"
+        check("trigger", f"{name}: loss", error=off(loss.double().flatten(), right), limit=LIMIT)
+        check("trigger", f"{name}: gradient", error=off(x.grad.double(), want.grad), limit=LIMIT)
+    broken = logits.clone()
+    broken[0, 0, 0] = math.nan
+    check(
+        "trigger", "a logit that is no number: the mean is none", function.apply(broken, labels, 0.0, True, None).isnan().all()
+    )
+    if "is_cg_capturable" in inspect.signature(function.forward).parameters:
+        for mean in (False, True):
+            mine = logits.clone().requires_grad_()
+            with Synchronizes() as mode:
+                loss = function.apply(mine, labels, 0.0, mean, None, -100, True)
+                loss.backward(torch.full_like(loss, 2.0))
+            name = f"is_cg_capturable, {'a mean' if mean else 'each token'}: nothing waits for a GPU: {mode.found or 'nothing'}"
+            check("trigger", name, not mode.found)
 
 
 def halves(function, name, given, **options):
@@ -49,6 +122,15 @@ def of_ranks(file):
     where = f"cuda:{rank}" if both else "cpu"
     function = release()
     ignores = "ignore_idx" in inspect.signature(function.forward).parameters
+    alone = [torch.distributed.new_group([each]) for each in (0, 1)][rank]
+    for name, group in (("no group", None), ("a group of its own", alone)):
+        logits, labels = (t.to(where) for t in inputs(sizes=(B, S, V)))
+        right = F.cross_entropy(logits.double().flatten(0, 1), labels.flatten(), reduction="none")
+        exact = logits.double().requires_grad_()
+        F.cross_entropy(exact.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+        loss = function.apply(mine := logits.requires_grad_(), labels, 0.0, False, group)
+        loss.backward(torch.ones_like(loss))
+        found.append(f"{name}\t{off(loss.detach().double().flatten(), right)}\t{off(mine.grad.double(), exact.grad)}")
     for name, mean, ignored in (("each token", False, 0), ("mean", True, 0), ("mean, ignored", True, IGNORED))[: 2 + ignores]:
         logits, labels = (t.to(where) for t in inputs(ignored, sizes=(B, S, V)))
         exact = logits.double().requires_grad_()
@@ -130,11 +212,14 @@ def main():
         loss = function.apply(mine, torch.full_like(labels, -100), 0.0, True, None)
         loss.backward(torch.ones_like(loss))
         check("trigger", "mean, all labels ignored: no loss and no gradient", not loss.any() and not mine.grad.any())
+    calls(function)
     halves(function, "each token, weighted", weights)
     halves(function, "mean", two, mean=True)
     halves(function, "label smoothing 0.1", weights, smoothing=0.1)
     if ignores:
         halves(function, "mean, ignored", two, mean=True, inputs={"ignored": IGNORED})
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        print("Two ranks were not tried: there is one GPU.")
     for rank, name, loss, grad in two_ranks() if device == "cpu" or torch.cuda.device_count() > 1 else ():
         check("trigger", f"rank {rank} of 2, {name}: loss", error=float(loss), limit=LIMIT)
         check("trigger", f"rank {rank} of 2, {name}: gradient", error=float(grad), limit=LIMIT)
