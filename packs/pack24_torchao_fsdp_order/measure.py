@@ -3,7 +3,7 @@
 import repro
 import torch
 import torch.distributed as dist
-from repro import FACTS, ROWS, SIZE, Gather, checkpoint, converted, finish, layers, sharded
+from repro import FACTS, ROWS, SIZE, checkpoint, converted, finish, gathered, layers, sharded
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 def measured(model, right, before=lambda model: None):
     """Bytes gathered in a forward and a backward, all-reduces of these and of ``before``, and the output's relative error against ``right`` in fp32."""
     torch.manual_seed(2 + dist.get_rank())
-    x, Gather.bytes = torch.randn(ROWS, SIZE, device=repro.device), 0
+    x, gathered[:] = torch.randn(ROWS, SIZE, device=repro.device), ()
     with CommDebugMode() as comms:
         before(model)
         y = model(x)
@@ -19,7 +19,7 @@ def measured(model, right, before=lambda model: None):
     counts = {str(op).split(".")[-1]: n for op, n in comms.get_comm_counts().items()}
     want = right(x)
     reduced = sum(n for op, n in counts.items() if "all_reduce" in op or "allreduce" in op)
-    return {"bytes": Gather.bytes, "all_reduce": reduced, "error": ((y - want).norm() / want.norm()).item()}
+    return {"bytes": sum(gathered), "all_reduce": reduced, "error": ((y - want).norm() / want.norm()).item()}
 
 
 def grown(factor):
@@ -32,7 +32,7 @@ def grown(factor):
 
 def stepped(precompute, after=lambda model: None):
     """A converted model whose scales were precomputed, after an optimizer's step that makes each weight eight times as large."""
-    model = sharded(layers())
+    model = sharded(converted(layers()))
     precompute(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for p in model.parameters():
@@ -45,12 +45,12 @@ def stepped(precompute, after=lambda model: None):
 
 def cases():
     precompute = repro.ao.precompute_float8_dynamic_scale_for_fsdp
-    yield "convert, fully_shard", measured(sharded(layers()), layers())
-    yield "convert, fully_shard, precompute", measured(sharded(layers()), layers(), precompute)
-    yield "convert without FP8 all-gather, fully_shard", measured(sharded(layers(), fp8=False), layers())
+    yield "convert, fully_shard", measured(sharded(converted(layers())), layers())
+    yield "convert, fully_shard, precompute", measured(sharded(converted(layers())), layers(), precompute)
+    yield "convert without FP8 all-gather, fully_shard", measured(sharded(converted(layers(), gather=False)), layers())
     half = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
-    yield "bf16 parameters: convert, fully_shard", measured(sharded(layers(), **half), layers())
-    model = sharded(layers(device="meta"), **half)
+    yield "bf16 parameters: convert, fully_shard", measured(sharded(converted(layers()), **half), layers())
+    model = sharded(converted(layers("meta")), **half)
     model.load_state_dict(checkpoint(layers()), assign=True)
     yield "bf16 parameters: load with assign=True", measured(model, layers())
     late = layers()
@@ -63,11 +63,11 @@ def cases():
     yield "precompute, optimizer.step()", measured(stepped(precompute), grown(8))
     yield "precompute, optimizer.step(), precompute", measured(stepped(precompute, precompute), grown(8))
     for factor in (1.1, 2, 8):
-        model = sharded(layers())
+        model = sharded(converted(layers()))
         precompute(model)
         model.load_state_dict(checkpoint(grown(factor)))
         yield f"precompute, load weights {factor} times as large", measured(model, grown(factor))
-    model = sharded(layers())
+    model = sharded(converted(layers()))
     try:
         measured(model, layers())
         model.load_state_dict(checkpoint(layers()), assign=True)

@@ -52,11 +52,11 @@ def cases():
     x[-1, -1] *= 100  # in the last rank's tokens
     fp8 = styles.Float8ColwiseParallel, styles.Float8RowwiseParallel, styles.PrepareFloat8ModuleInput
     for outlier in (1, 100):
-        right, alone = step(two(outlier), x), step(converted(two(outlier), fp8=False), x)
+        right, alone = step(two(outlier), x), step(converted(two(outlier), gather=False), x)
         fp32 = ColwiseParallel, RowwiseParallel, PrepareModuleInput
         for way, (column, row, given) in (("fp32", fp32), ("FP8", fp8), ("FP8, own scales", fp8)):
             for tokens in ("all tokens in each rank", "half of the tokens in each rank"):
-                model, own = two(outlier) if way == "fp32" else converted(two(outlier), fp8=False), slice(None)
+                model, own = two(outlier) if way == "fp32" else converted(two(outlier), gather=False), slice(None)
                 plan = {"0": column(), "1": row()}
                 if "half" in tokens:
                     own = slice(dist.get_rank() * ROWS // 2, (dist.get_rank() + 1) * ROWS // 2)

@@ -4,14 +4,15 @@
 # ///
 """torchao: load_state_dict(assign=True) on a Float8Linear under FSDP2 loses its FP8 all-gather, in silence.
 
-convert_to_float8_training wraps each weight in a subclass, through which FSDP2 gathers FP8 in place of the weight's dtype. With assign=True, the usual way
-from the meta device, the checkpoint's plain tensor takes its place: four times the bytes are gathered (twice with bf16 parameters), the output is the same, and
-nothing says so. set_model_state_dict of torch.distributed.checkpoint assigns, too. No report was found.
-Two ranks run the release's own code: NCCL on two GPUs, or gloo on a CPU. Exits with 10 (BUG_REPRODUCED), 0 (BUG_ABSENT) or 125 (neither).
+convert_to_float8_training wraps each weight in a subclass, through which FSDP2 gathers FP8. With assign=True, the usual way from the meta device, the checkpoint's
+plain tensor takes its place: four times the bytes are gathered (twice with bf16 parameters), the output is the same, and nothing says so. set_model_state_dict of
+torch.distributed.checkpoint assigns, too. No report was found. Two ranks run the release's own code: NCCL on two GPUs, or gloo on a CPU. Exits with 10
+(BUG_REPRODUCED), 0 (BUG_ABSENT) or 125 (neither).
 """
 
 import tempfile
 import warnings
+from functools import partial
 from importlib import import_module, metadata, util
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 SIZE, LAYERS, ROWS = 256, 4, 32
 FULL, FP8 = (2 * LAYERS * SIZE * SIZE * size for size in (4, 1))  # bytes gathered, forward and backward
-device, backend = ("cuda", "nccl") if torch.cuda.device_count() > 1 else ("cpu", "gloo")
+device, gathered = "cuda" if torch.cuda.device_count() > 1 else "cpu", []
 
 
 def release():
@@ -41,31 +42,29 @@ def release():
 
 
 class Gather:
-    """FSDP2's all-gather, its bytes counted; FP8, which gloo does not know, as uint8."""
+    """FSDP2's all-gather, its bytes noted; FP8, which gloo does not know, goes as uint8."""
 
-    allocate, bytes = staticmethod(lambda size, *, dtype, device: torch.empty(*size, dtype=dtype, device=device)), 0
+    allocate = staticmethod(lambda size, *, dtype, device: torch.empty(*size, dtype=dtype, device=device))
 
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
-        Gather.bytes += output_tensor.nbytes
+        gathered.append(output_tensor.nbytes)
         pair = [t.view(torch.uint8) if t.element_size() == 1 else t for t in (output_tensor, input_tensor)]
         return dist.all_gather_into_tensor(*pair, group=group, async_op=async_op)
 
 
 def layers(device=device, bias=False):
     torch.manual_seed(0)
-    with torch.device(device):
-        return torch.nn.Sequential(*[torch.nn.Linear(SIZE, SIZE, bias=bias) for _ in range(LAYERS)])
+    return torch.nn.Sequential(*(torch.nn.Linear(SIZE, SIZE, bias, device) for _ in range(LAYERS)))
 
 
-def converted(model, fp8=True):
-    return ao.convert_to_float8_training(model, config=ao.Float8LinearConfig(enable_fsdp_float8_all_gather=fp8))
+def converted(model, gather=True, **more):
+    config = ao.Float8LinearConfig(enable_fsdp_float8_all_gather=gather, **more)
+    return ao.convert_to_float8_training(model, config=config)
 
 
-def sharded(model, fp8=True, **how):
-    for part in (*converted(model, fp8), model):
-        fully_shard(part, **how)
-    for part in model:
-        part.set_custom_all_gather(Gather())
+def sharded(model, **how):
+    for part in (*model, model):
+        fully_shard(part, **how).set_custom_all_gather(Gather())
     return model
 
 
@@ -78,15 +77,15 @@ def checkpoint(model):
 def step(model, alone):
     """Bytes gathered in a forward and a backward, and whether the output [ROWS, SIZE] is bitwise that of ``alone``, which is not sharded."""
     torch.manual_seed(2 + dist.get_rank())
-    x, Gather.bytes = torch.randn(ROWS, SIZE, device=device), 0
+    x, gathered[:] = torch.randn(ROWS, SIZE, device=device), ()
     (y := model(x)).square().mean().backward()
-    return {"bytes": Gather.bytes, "same": torch.equal(y, alone(x))}
+    return {"bytes": sum(gathered), "same": torch.equal(y, alone(x))}
 
 
 def cases():
-    alone, plain, meta = converted(layers()), layers().state_dict(), lambda: sharded(layers(device="meta"))
-    yield "no FP8 all-gather", step(sharded(layers(), fp8=False), alone)
-    yield "FP8 all-gather", step(sharded(layers()), alone)
+    alone, plain, meta = converted(layers()), layers().state_dict(), lambda: sharded(converted(layers("meta")))
+    yield "no FP8 all-gather", step(sharded(converted(layers(), gather=False)), alone)
+    yield "FP8 all-gather", step(sharded(converted(layers())), alone)
     (model := meta().to_empty(device=device)).load_state_dict(checkpoint(layers()))
     yield "load_state_dict", step(model, alone)
     (model := meta()).load_state_dict(checkpoint(layers()), assign=True)
@@ -96,23 +95,20 @@ def cases():
     yield "set_model_state_dict", step(model, alone)
 
 
-def rank(number, count, cases, folder):
-    """One of ``count`` processes: what it finds for each case, into a file of its own."""
+def rank(cases, count, store, number):
+    """One of ``count`` processes: its number, and what it finds for each case."""
     release()
     torch.cuda.set_device(number) if device == "cuda" else None
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=number, world_size=count)
-    Path(folder, f"found.{number}").write_text(json.dumps(dict(cases())))
-    dist.barrier()
-    dist.destroy_process_group()
+    dist.init_process_group(init_method=f"file://{store}", rank=number, world_size=count)
+    return number, dict(cases())
 
 
 def in_ranks(cases, count=2):
     """What ``count`` ranks find: case -> a row a rank."""
-    with tempfile.TemporaryDirectory() as folder:
-        how = "fork" if device == "cpu" else "spawn"  # a fork has torch imported already, and must not have CUDA in use
-        torch.multiprocessing.start_processes(rank, (count, cases, folder), count, start_method=how)
-        found = [json.loads(Path(folder, f"found.{number}").read_text()) for number in range(count)]
-    return {name: [each[name] for each in found] for name in found[0]}
+    context = torch.multiprocessing.get_context("fork" if device == "cpu" else "spawn")  # a fork has torch imported already
+    with tempfile.TemporaryDirectory() as folder, context.Pool(count) as pool:
+        found = sorted(pool.imap_unordered(partial(rank, cases, count, f"{folder}/store"), range(count)))
+    return {name: [rows[name] for _, rows in found] for name in found[0][1]}
 
 
 def main():

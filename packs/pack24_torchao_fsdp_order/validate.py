@@ -4,13 +4,11 @@ Runs after repro.py on the patched side. A load has to stay one: assigned tensor
 precomputed scales are used.
 """
 
-import dataclasses
-
 import repro
 import torch
 import torch.distributed as dist
 from repro import FP8, FULL, SIZE, check, checkpoint, converted, finish, layers, sharded, step
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -30,29 +28,20 @@ def trained(model, steps=3):
     return outputs, sum(n for op, n in counts.items() if "all_reduce" in op or "allreduce" in op)
 
 
-def loaded(weights, assign=True, start=lambda: layers(device="meta"), **how):
-    model = sharded(start(), **how)
+def loaded(weights, assign=True, start=None, fp8=True, **how):
+    model = sharded(converted(start or layers("meta"), fp8), **how)
     if not assign:
         model.to_empty(device=repro.device)
     model.load_state_dict(weights, assign=assign)
     return model
 
 
-def shard(model, **how):
-    """What ``sharded`` does to a model that is converted already."""
-    for part in (*model, model):
-        fully_shard(part, **how)
-    for part in model:
-        part.set_custom_all_gather(repro.Gather())
-    return model
-
-
 def early(frozen=0):
     """Sharded after the load; the first ``frozen`` layers train nothing."""
-    model = converted(layers(device="meta"))
+    model = converted(layers("meta"))
     model[:frozen].requires_grad_(False)
     model.load_state_dict(layers().state_dict(), assign=True)
-    return shard(model)
+    return sharded(model)
 
 
 def plain_of(parameter):
@@ -61,9 +50,9 @@ def plain_of(parameter):
     return getattr(local, "_tensor", local)
 
 
-def refuses(weights, **how):
+def refuses(weights):
     try:
-        loaded(weights, **how)
+        loaded(weights)
     except RuntimeError as error:
         return "Error(s) in loading state_dict" in str(error)
     return False
@@ -80,7 +69,7 @@ def cases():
     model = loaded(checkpoint(layers()))
     model.load_state_dict(checkpoint(layers()), assign=True)
     yield "loaded twice", step(model, alone)
-    model = sharded(layers())
+    model = sharded(converted(layers()))
     step(model, alone)
     model.load_state_dict(checkpoint(layers()), assign=True)
     yield "loaded after a step", step(model, alone)
@@ -90,7 +79,7 @@ def cases():
     outputs = [trained(loaded(checkpoint(layers()), assign, **mixed))[0] for assign in (False, True)]
     yield "mixed precision, as copied", {"ok": copied == assigned == FP8 and all(map(torch.equal, *outputs))}
     first = {"0.weight": checkpoint(layers())["0.weight"]}
-    model = sharded(layers())
+    model = sharded(converted(layers()))
     yield (
         "a missing weight, strict=False",
         {"ok": len(model.load_state_dict(first, strict=False, assign=True).missing_keys) == 3},
@@ -102,12 +91,12 @@ def cases():
         {"ok": refuses({**checkpoint(layers()), **checkpoint(torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False)))})},
     )
     yield "a bias that there is not is refused", {"ok": refuses({**checkpoint(layers()), "0.bias": torch.zeros(SIZE)})}
-    frozen = sharded(layers(device="meta")).requires_grad_(False)
+    frozen = sharded(converted(layers("meta"))).requires_grad_(False)
     frozen.load_state_dict(checkpoint(layers()), assign=True)
     yield "frozen", {"ok": not any(p.requires_grad for p in frozen.parameters())}
     counts = []
     for assign in (False, True):
-        model = sharded(layers(device="meta"))
+        model = sharded(converted(layers("meta")))
         model = model if assign else model.to_empty(device=repro.device)
         model[0].requires_grad_(False)
         model.load_state_dict(checkpoint(layers()), assign=assign)
@@ -116,38 +105,36 @@ def cases():
         "the first layer frozen, as copied",
         {"ok": counts[0] == counts[1] and counts[0]["same"] and counts[0]["bytes"] < FULL / 2},
     )
-    emulated = repro.ao.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
-    model = shard(repro.ao.convert_to_float8_training(layers(device="meta"), config=emulated))
+    model = sharded(converted(layers("meta"), emulate=True))
     model.load_state_dict(checkpoint(layers()), assign=True)
-    yield "emulated", step(model, repro.ao.convert_to_float8_training(layers(), config=emulated))
+    yield "emulated", step(model, converted(layers(), emulate=True))
     if "target_dtype" in repro.ao.CastConfig.__dataclass_fields__:  # from 0.6
         cast = {"cast_config_weight": repro.ao.CastConfig(target_dtype=torch.float8_e5m2)}
         cast["cast_config_weight_for_grad_input"] = cast["cast_config_weight"]
-        e5m2 = dataclasses.replace(emulated, **cast)
-        model = shard(repro.ao.convert_to_float8_training(layers(device="meta"), config=e5m2))
+        model = sharded(converted(layers("meta"), emulate=True, **cast))
         model.load_state_dict(checkpoint(layers()), assign=True)
-        yield "weights in e5m2", step(model, repro.ao.convert_to_float8_training(layers(), config=e5m2))
-    model, weights = sharded(layers(device="meta")), checkpoint(layers())
+        yield "weights in e5m2", step(model, converted(layers(), emulate=True, **cast))
+    model, weights = sharded(converted(layers("meta"))), checkpoint(layers())
     for i, part in enumerate(model):
         part.load_state_dict({"weight": weights[f"{i}.weight"]}, assign=True)
     yield "loaded layer by layer", step(model, alone)
-    model = sharded(layers(device="meta")).eval()
+    model = sharded(converted(layers("meta"))).eval()
     model.load_state_dict(checkpoint(layers()), assign=True)
     yield "loaded in eval(), then trained", step(model.train(), alone)
     biased = layers(bias=True)
-    model = loaded(checkpoint(biased), start=lambda: layers(device="meta", bias=True))
+    model = loaded(checkpoint(biased), start=layers("meta", True))
     found = model.state_dict()
     yield "biases", {"ok": all(torch.equal(found[n].full_tensor(), w) for n, w in biased.state_dict().items())}
     yield "with biases", step(model, converted(biased)) | {"want": FP8 + 2 * repro.LAYERS * SIZE * 4}
     larger = {name: 8 * weight for name, weight in layers().state_dict().items()}
     alone_larger = converted(layers())
     alone_larger.load_state_dict(larger)
-    model = sharded(layers())
+    model = sharded(converted(layers()))
     repro.ao.precompute_float8_dynamic_scale_for_fsdp(model)
     model.load_state_dict({name: 8 * weight for name, weight in checkpoint(layers()).items()}, assign=True)
     yield "scales precomputed before the load are those of other weights", step(model, alone_larger)
     given = {name: torch.nn.Parameter(weight) for name, weight in checkpoint(layers()).items()}
-    model = sharded(layers(device="meta"))
+    model = sharded(converted(layers("meta")))
     with CommDebugMode() as comms:
         model.load_state_dict(given, assign=True)
     yield "the load makes no collectives", {"ok": not comms.get_total_counts()}
@@ -190,11 +177,10 @@ def four():
     for style in (ColwiseParallel, RowwiseParallel):
         made = []
         for device in (repro.device, "meta"):
-            config = repro.ao.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
-            model = repro.ao.convert_to_float8_training(layers(device=device), config=config)
+            model = converted(layers(device), emulate=True)
             for part in model:
                 parallelize_module(part, mesh["tensor"], style())
-            made.append(shard(model, mesh=mesh["data"]))
+            made.append(sharded(model, mesh=mesh["data"]))
         want, model = made
         placed = {name: weight.placements for name, weight in want.state_dict().items()}
         weights = {n: dist.tensor.distribute_tensor(w.detach(), mesh, placed[n]) for n, w in layers().state_dict().items()}

@@ -32,16 +32,22 @@ def judge(name, found):
     check("trigger", f"{name}: nothing written out of bounds", not outside)
 
 
-def called(function, name, logits, labels, given, mean=False, group=None):
+def exact(logits, labels, given, mean=False):
+    """torch's own loss and gradient in fp64."""
+    x = logits.detach().double().contiguous().requires_grad_()
+    loss = F.cross_entropy(x.flatten(0, 1), labels.flatten(), reduction="mean" if mean else "none")
+    loss.backward(given.double().reshape(loss.shape))
+    return loss.detach(), x.grad
+
+
+def called(function, name, logits, labels, given, mean=False):
     """Checks of a call with all as it is laid out: loss and gradient, shape and dtype of the loss, and that what is given stays as it is."""
-    exact = logits.double().contiguous().requires_grad_()
-    right = F.cross_entropy(exact.flatten(0, 1), labels.flatten(), reduction="mean" if mean else "none")
-    right.backward(given.double().reshape(right.shape))
+    right, want = exact(logits, labels, given, mean)
     mine, before = logits.detach().requires_grad_(), [t.clone() for t in (labels, given, logits)]
-    loss = function.apply(mine, labels, 0.0, mean, group)
+    loss = function.apply(mine, labels, 0.0, mean, None)
     loss.backward(given := given.reshape(loss.shape))
     check("trigger", f"{name}: loss", error=off(loss.double().reshape(right.shape), right), limit=LIMIT)
-    check("trigger", f"{name}: gradient", error=off(mine.grad.double(), exact.grad), limit=LIMIT)
+    check("trigger", f"{name}: gradient", error=off(mine.grad.double(), want), limit=LIMIT)
     shape = loss.numel() == 1 if mean else loss.shape == labels.shape
     check("trigger", f"{name}: the loss is fp32, {'one number' if mean else '[B, S]'}", loss.dtype is torch.float32 and shape)
     kept = torch.equal(labels, before[0]) and torch.equal(given.flatten(), before[1].flatten())
@@ -77,17 +83,14 @@ def calls(function):
     padded = torch.cat([logits, torch.full((B, S, 64), 30.0, device=device)], -1)[..., :SMALL]
     called(function, "logits of a padded vocabulary", padded, labels, weights)
     pairs = [(logits.clone().requires_grad_(), labels), ((2 * logits).requires_grad_(), labels.roll(1, 1))]
-    rights = [F.cross_entropy(x.detach().double().flatten(0, 1), y.flatten(), reduction="none") for x, y in pairs]
-    exact = [x.detach().double().requires_grad_() for x, _ in pairs]
-    for x, (_, y) in zip(exact, pairs, strict=True):
-        F.cross_entropy(x.flatten(0, 1), y.flatten(), reduction="sum").backward()
+    rights = [exact(x, y, torch.ones_like(labels)) for x, y in pairs]  # up to 2.17 the logits' memory is taken for the gradient
     losses = [function.apply(x, y, 0.0, False, None) for x, y in pairs]
     for loss in losses:
         loss.backward(torch.ones_like(loss))
-    for i, (loss, right, (x, _), want) in enumerate(zip(losses, rights, pairs, exact, strict=True)):
+    for i, (loss, (x, _), (right, want)) in enumerate(zip(losses, pairs, rights, strict=True)):
         name = f"two forwards, then two backwards, number {i + 1}"
         check("trigger", f"{name}: loss", error=off(loss.double().flatten(), right), limit=LIMIT)
-        check("trigger", f"{name}: gradient", error=off(x.grad.double(), want.grad), limit=LIMIT)
+        check("trigger", f"{name}: gradient", error=off(x.grad.double(), want), limit=LIMIT)
     broken = logits.clone()
     broken[0, 0, 0] = math.nan
     check(
@@ -123,27 +126,20 @@ def of_ranks(file):
     function = release()
     ignores = "ignore_idx" in inspect.signature(function.forward).parameters
     alone = [torch.distributed.new_group([each]) for each in (0, 1)][rank]
-    for name, group in (("no group", None), ("a group of its own", alone)):
-        logits, labels = (t.to(where) for t in inputs(sizes=(B, S, V)))
-        right = F.cross_entropy(logits.double().flatten(0, 1), labels.flatten(), reduction="none")
-        exact = logits.double().requires_grad_()
-        F.cross_entropy(exact.flatten(0, 1), labels.flatten(), reduction="sum").backward()
-        loss = function.apply(mine := logits.requires_grad_(), labels, 0.0, False, group)
-        loss.backward(torch.ones_like(loss))
-        found.append(f"{name}\t{off(loss.detach().double().flatten(), right)}\t{off(mine.grad.double(), exact.grad)}")
-    for name, mean, ignored in (("each token", False, 0), ("mean", True, 0), ("mean, ignored", True, IGNORED))[: 2 + ignores]:
+    halves_of, whole = (lambda t: t.chunk(2, -1)[rank].contiguous()), (lambda t: t)
+    for name, group, part, mean, ignored in (
+        ("no group", None, whole, False, 0),
+        ("a group of its own", alone, whole, False, 0),
+        ("each token", torch.distributed.group.WORLD, halves_of, False, 0),
+        ("mean", torch.distributed.group.WORLD, halves_of, True, 0),
+        ("mean, ignored", torch.distributed.group.WORLD, halves_of, True, IGNORED),
+    )[: 4 + ignores]:
         logits, labels = (t.to(where) for t in inputs(ignored, sizes=(B, S, V)))
-        exact = logits.double().requires_grad_()
-        right = F.cross_entropy(exact.flatten(0, 1), labels.flatten(), reduction="mean" if mean else "none")
         given = torch.tensor(-3.0, device=where) if mean else torch.linspace(-1, 2, B * S, device=where).view(B, S)
-        right.backward(given.double().reshape(right.shape))
-        mine = logits.chunk(2, -1)[rank].contiguous().requires_grad_()
-        loss = function.apply(mine, labels, 0.0, mean, torch.distributed.group.WORLD)
+        right, want = exact(logits, labels, given, mean)
+        loss = function.apply(mine := part(logits).requires_grad_(), labels, 0.0, mean, group)
         loss.backward(given.reshape(loss.shape))
-        errors = (
-            off(loss.detach().double().reshape(right.shape), right.detach()),
-            off(mine.grad.double(), exact.grad.chunk(2, -1)[rank]),
-        )
+        errors = off(loss.detach().double().reshape(right.shape), right), off(mine.grad.double(), part(want))
         found.append(f"{name}\t{errors[0]}\t{errors[1]}")
     Path(f"{file}.{rank}").write_text("\n".join(found))
     torch.distributed.destroy_process_group()
