@@ -10,6 +10,7 @@ import sys
 
 import repro
 import torch
+from packaging.version import Version
 from repro import check, data, finish
 
 STEPS, LENGTH, EVERY, NAN = 14, 4, 6, 7  # an outlier is forgotten before the next one
@@ -69,7 +70,7 @@ def recipe(algorithm, length=LENGTH, margin=0):
 
 def evaluation(parts, fp8, checkpointed, how):
     """Up to 2.19 without checkpoints: they store scales even where no gradients are wanted (#3394)."""
-    late = tuple(map(int, repro.FACTS["version"].split(".")[:2])) >= (2, 20)
+    late = Version(repro.FACTS["version"]) >= Version("2.20")
     with torch.no_grad(), repro.te.fp8_autocast(enabled=True, fp8_recipe=fp8):
         forward(parts, next(iter(data())), checkpointed if late else (), how)
 
@@ -247,7 +248,7 @@ def reduced():
 
 
 def by_default():
-    """What the kernel is called with in a step, after amaxes are reduced where there are two ranks; what is called does nothing."""
+    """What the kernel is called with in a step, after amaxes are reduced where there are two ranks; and that what it writes stays. It is one of torch's here."""
     tex = sys.modules["transformer_engine_torch"]
     if not hasattr(tex, "fused_amax_and_scale_update_after_reduction") or repro.kernel:
         return
@@ -259,23 +260,34 @@ def by_default():
         right = own == [{meta.amax_history.data_ptr() for meta in metas}, {meta.scale.data_ptr() for meta in metas}]
         right &= torch.equal(amaxes, torch.cat([history[0] for history in histories]))
         calls.append(f"kernel, {way}" if right and (algorithm, margin) == asked else "kernel, called with something else")
+        for history, scale in zip(histories, scales, strict=True):
+            ran, amax = history[0] != 0, history.amax(0) if algorithm == "max" else history[0]
+            scale.copy_(torch.where(ran & (amax > 0), repro.LARGEST[way] / amax / 2**margin, scale))
+            turned = history.roll(-1, 0)
+            turned[0] = 0
+            history.copy_(torch.where(ran, turned, history))
+            written[scale.data_ptr()] = scale, scale.clone()
+            written[history.data_ptr()] = history[1:], history[1:].clone()  # a row more is collected in the first one
 
     unfused = os.environ.pop("NVTE_UNFUSED_FP8_UPDATE", None)
     for how in ((), ((1, 2), "reentrant"), ((0,), "not reentrant"), ((1, 2), "nested")):
         for asked in (("max", 3), ("most_recent", 0)):
-            parts, calls = repro.blocks(), []
+            parts, calls, written = repro.blocks(), [], {}
             fp8 = repro.recipes.DelayedScaling(amax_compute_algo=asked[0], margin=asked[1])
             with (
                 replaced(tex, "fused_amax_and_scale_update_after_reduction", kernel),
                 two_ranks(lambda amaxes, calls=calls: calls.append("reduction")),
             ):
                 step(parts, fp8, *data(), *how)
-            pairs = list(zip(calls[::2], calls[1::2], strict=True))
+            pairs = list(zip(calls[::2], calls[1::2], strict=False))
             known = [("reduction", f"kernel, {way}") for way in ("fwd", "bwd")]
             # The step's own updates, and beside them those of recomputations, whose amaxes are 0.
-            right = pairs == known if not how else pairs[0] == known[0] and known[1] in pairs and set(pairs) <= {*known}
+            right = pairs == known if not how else pairs[:1] == known[:1] and known[1] in pairs and set(pairs) <= {*known}
+            right &= len(calls) == 2 * len(pairs)
             name = f"{how[1]} over {how[0]}" if how else "no checkpoint"
             check("trigger", f"by default, {asked[0]}, {name}: the kernel updates {[way for _, way in pairs]}", right)
+            stays = len(written) == 16 and all(torch.equal(*pair) for pair in written.values())
+            check("trigger", f"by default, {asked[0]}, {name}: what it writes stays", stays)
     if unfused is not None:
         os.environ["NVTE_UNFUSED_FP8_UPDATE"] = unfused
     meta = {"recipe": repro.recipes.MXFP8BlockScaling()}
@@ -287,6 +299,47 @@ def by_default():
         check(
             "trigger", f"{name} does nothing for another recipe", getattr(repro.manager, name)(meta) is None and len(meta) == 1
         )
+
+
+def inside():
+    """FP8 that is switched on inside what is checkpointed is right from 2.19 on if that is not reentrant (pack23): and stays so."""
+    found = []
+    for checkpointed in (False, True):
+        parts, seen = repro.blocks(1), []
+
+        def block(x, parts=parts):
+            with repro.te.fp8_autocast(enabled=True, fp8_recipe=recipe(repro.largest)):
+                return parts[0](x)
+
+        torch.manual_seed(1)
+        for i in range(STEPS):
+            x, gradient = inputs(i)
+            y = (
+                repro.te.checkpoint(block, x.requires_grad_(), use_reentrant=False)
+                if checkpointed
+                else block(x.requires_grad_())
+            )
+            y.backward(gradient)
+            seen += [y.detach(), x.grad, *states([parts])]
+        found.append(seen)
+    check("trigger", "FP8 inside, not reentrant: bitwise as without checkpointing", all(map(equal, *found)))
+
+
+def two_recipes():
+    """Two modules, each in an autocast of its own recipe; in the second step the first one does not run, and the other's scale is updated all the same."""
+    parts, largest = repro.blocks(2), []
+    torch.manual_seed(1)
+    for i in range(2):
+        x, gradient = data("fwd" if i else None)
+        for margin in (0, 1)[i:]:
+            largest.append(x.detach().float().abs().max().item())
+            with repro.te.fp8_autocast(enabled=True, fp8_recipe=recipe(repro.largest, margin=margin)):
+                x = parts[margin](x.detach().requires_grad_())
+        x.backward(gradient)
+    scales = [part.fp8_meta["scaling_fwd"].scale[0].item() for part in parts]
+    want = 448 / largest[0], 448 / max(largest[1:]) / 2
+    same = all(abs(a / b - 1) < 1e-6 for a, b in zip(scales, want, strict=True))
+    check("trigger", "two recipes: each module has the scale of its own", same)
 
 
 def main():
@@ -310,6 +363,9 @@ def main():
     ):
         recomputed(how, runs)
     by_default()
+    two_recipes()
+    if Version(repro.FACTS["version"]) >= Version("2.19"):
+        inside()
     for which in ((0,), (1,), (3,), (0, 2), every):
         same(f"blocks {which}, reentrant", one, function, checkpointed=which)
     for how in ("not reentrant", "nested"):
@@ -331,6 +387,7 @@ def main():
         ("max", recipe("max")),
         ("most_recent", recipe("most_recent")),
         ("max of 1024", recipe("max", 1024)),
+        ("a history of 1", recipe(repro.largest, 1)),
     ):
         same(f"{name}, reentrant", one, fp8, checkpointed=every)
         same(f"{name}, nested", one, fp8, checkpointed=(1, 2), how="nested")

@@ -27,9 +27,12 @@ def forward(parts, x, recipe, in_fp8, checkpointed, how):
     def block(i, x):
         ran.append(torch.is_grad_enabled())
         if i == how.get("teacher"):  # a part of the function that wants no gradients
-            with torch.no_grad(), repro.te.fp8_autocast(enabled=True, fp8_recipe=recipe):
+            with how.get("off", torch.no_grad)(), repro.te.fp8_autocast(enabled=True, fp8_recipe=recipe):
                 taught = parts[i](x)
-            return x + taught
+            if "student" not in how:
+                return x + taught
+            with repro.te.fp8_autocast(enabled=True, fp8_recipe=recipe):
+                return parts[how["student"]](x) + taught
         with repro.te.fp8_autocast(enabled=i in in_fp8, fp8_recipe=recipe):
             return parts[i](x)
 
@@ -80,6 +83,10 @@ def trained(in_fp8, checkpointed, how, microbatches=1, training=True, evaluate=F
     return found, untouched
 
 
+def switched_off():
+    return torch.set_grad_enabled(False)
+
+
 def main():
     every = tuple(range(BLOCKS))
     for how, runs in (({}, [False] * BLOCKS + [True] * BLOCKS), ({"use_reentrant": False}, [True] * 2 * BLOCKS)):
@@ -95,10 +102,12 @@ def main():
         ("eval mode", {"training": False}),
         ("evaluations between steps", {"evaluate": True}),
         ("a part without gradients", {"teacher": 1}),
+        ("a part without gradients beside one with them", {"teacher": 1, "student": 2, "checkpointed": (1,)}),
+        ("the same by set_grad_enabled(False)", {"teacher": 1, "student": 2, "checkpointed": (1,), "off": switched_off}),
     ):
         for how in ({}, {"use_reentrant": False}):
             given = {"in_fp8": every, "checkpointed": every, **options}
-            how = how | {"teacher": given.pop("teacher")} if "teacher" in given else how
+            how = how | {key: given.pop(key) for key in ("teacher", "student", "off") if key in given}
             case = f"{name}{', use_reentrant=False' if 'use_reentrant' in how else ''}"
             (want, still), (got, untouched) = trained(how=how, **{**given, "checkpointed": ()}), trained(how=how, **given)
             wrong = next((i for i, (a, b) in enumerate(zip(got, want, strict=True)) if not all(map(torch.equal, a, b))), None)
@@ -107,7 +116,10 @@ def main():
                 f"{case}: bitwise as without te.checkpoint" + ("" if wrong is None else f" until step {wrong}"),
                 wrong is None,
             )
-            check("trigger", f"{case}: nothing is kept for a recomputation that is over", not stored())
+            if (
+                "teacher" not in how or "use_reentrant" not in how
+            ):  # there 2.20.2 keeps what no recomputation takes: another bug
+                check("trigger", f"{case}: nothing is kept for a recomputation that is over", not stored())
             if "evaluate" in options:
                 check("control", f"{case}: without te.checkpoint they change no scale", still)
                 check("trigger", f"{case}: they change no scale", untouched)
