@@ -120,6 +120,30 @@ def ways(*given):
         yield "SparseMLA in three dimensions", call, (q[0], k[0], indices[0], scale), [t[0] for t in turned]
 
 
+class Subclass(torch.Tensor):
+    """No quantized tensor: it holds what it says."""
+
+
+def still_taken():
+    """Plain tensors that the release takes, and in each case launches one kernel for: few heads, which it pads; a subclass; views."""
+    query, key, indices = inputs(2)
+    few, *_ = inputs(2, H=8)
+    turned, rows = [t.permute(1, 0, 2, 3) for t in (query, key)], indices[:, :, None].int()
+    for what, call, given in (
+        ("8 heads, the dispatcher", repro.dsa.fused_sparse_mla_absorbed, (few, key, indices, repro.SCALE, repro.VALUE)),
+        *(
+            (f"a subclass, {name}", call, given)
+            for name, call, given, _ in calls(query, key, indices, lambda t: t.as_subclass(Subclass))
+        ),
+        ("views, SparseMLA", repro.mla.SparseMLA.apply, (*turned, rows, repro.SCALE)),
+    ):
+        q, kv = (t if "SparseMLA" in what else t.permute(1, 0, 2, 3) for t in given[:2])
+        _, launched, warned = used(call, *given)
+        same = len(launched) == 1 and torch.equal(launched[0][0][:, :, : q.shape[2]], q) and torch.equal(launched[0][1], kv)
+        contiguous = same and all(t.is_contiguous() for t in launched[0][:2])
+        check("control", f"{what}: bf16 reaches the kernel, contiguous, and without a warning", contiguous and not warned)
+
+
 def main():
     for B, S, H in ((1, 256, 16), (2, 256, 16), (1, 100, 128)):
         for name, call, (q, k, *more), turned in ways(*inputs(B, S, H)):
@@ -146,6 +170,7 @@ def main():
             judged(
                 f"{at}: a key that has changed since", call, (q8, k8, *more), [order(t.dequantize()) for t in (q8, k8)], others
             )
+    still_taken()
     query, key, indices = inputs(1)
     for dtype in (torch.float16, torch.float32):
         for role, what, given in (
