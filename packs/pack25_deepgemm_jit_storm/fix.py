@@ -12,7 +12,11 @@ def _locked(path):
     with open(f'{path}.lock', 'w') as lock:
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # closing it is not enough where a process was forked meanwhile
+                fcntl.flock(lock, fcntl.LOCK_UN)
 
 
 '''

@@ -1,5 +1,5 @@
 """The deep check of pack25's fix: compilations that fail, ranks that are killed or come late, two kernels at once, more ranks, no locks, a cache that is read-only or
-at its default place, one compilation that takes a minute.
+at its default place, other headers, flags and compilers, a rank that forks, one compilation that takes a minute.
 
 Runs after repro.py on the patched side.
 """
@@ -10,8 +10,10 @@ import errno
 import multiprocessing
 import os
 import shlex
+import signal
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from unittest import mock
@@ -189,6 +191,115 @@ def inside(folder):
     check("trigger", name, (count, failed) == (1, []))
 
 
+def alone(folder):
+    """A rank that is not the first of its job and wants a kernel that no other rank does, as a stage of a pipeline: it compiles it."""
+
+    def goes(build):
+        def built(kernel):
+            os.environ.update(RANK="3", LOCAL_RANK="3", WORLD_SIZE="8", LOCAL_WORLD_SIZE="8")
+            signal.alarm(60)  # ends this process
+            build(kernel)
+
+        return built
+
+    with building(goes):
+        count, failed = repro.compiles(folder, [f"{folder}/cache"], 1)
+    name = f"rank 3 alone: {count} calls, 1 needed{'; ' + failed[0] if failed else ''}"
+    check("trigger", name, (count, failed) == (1, []))
+
+
+def named(folder):
+    """A header, nvcc's place or version, or a flag that is another makes another kernel; the same ones again do not."""
+    header, wrapper = Path(folder, "include/deep_gemm/a.cuh"), Path(folder, "nvcc")
+    other, found = Path(folder, "other"), []
+
+    def build(**changed):
+        def goes(build):
+            return lambda kernel: os.environ.update(changed) or build(kernel)
+
+        with building(goes):
+            count, failed = repro.compiles(folder, [f"{folder}/cache"], 1)
+        found.append((count, len(failed)))
+
+    header.write_text("// one")
+    build()
+    build()
+    header.write_text("// two")
+    build()
+    other.write_text(wrapper.read_text())
+    other.chmod(0o755)
+    build(DG_NVCC_COMPILER=str(other))
+    build(DG_PTXAS_VERBOSE="1")
+    answers(wrapper, "12.9")
+    build()
+    build()
+    want = [(1, 0), (0, 0), (1, 0), (1, 0), (1, 0), (1, 0), (0, 0)]
+    name = "the first, again, another header, nvcc elsewhere, another flag, another version, again"
+    check("trigger", f"{name}: {[count for count, _ in found]} calls", found == want)
+
+
+def answers(wrapper, version):
+    """Let an nvcc say that it is of another version."""
+    first, rest = wrapper.read_text().split("\n", 1)
+    wrapper.write_text(f'{first}\ncase "$*" in *--version*) echo "release {version}"; exit ;; esac\n{rest}')
+
+
+def interleaved(folder):
+    """Up to nvcc 12.8 the release rewrites a kernel's machine code, which here is a byte at its end: before others can find it."""
+    answers(Path(folder, "nvcc"), "12.8")
+
+    def goes(build):
+        def built(kernel):
+            def process(path):
+                time.sleep(0.5)
+                with Path(path).open("r+b") as file:
+                    file.seek(0, os.SEEK_END)
+                    file.write(b"!")
+
+            repro.compiler.interleave_ffma.process = process
+            build(kernel)
+            (file,) = Path(folder, "cache/cache").glob("*/kernel.so")
+            if not file.read_bytes().endswith(b"!"):
+                raise ValueError("a kernel whose machine code is not rewritten")
+
+        return built
+
+    with building(goes):
+        count, failed = repro.compiles(folder, [f"{folder}/cache"] * RANKS, 1)
+    name = f"nvcc 12.8, machine code rewritten: {count} calls, 1 needed{'; ' + failed[0] if failed else ''}"
+    check("trigger", name, (count, failed) == (1, []))
+
+
+def forks(folder):
+    """A rank forks a process while it compiles, as a DataLoader does: the others wait for its kernel, not for that process."""
+    began, over = Path(folder, "began"), Path(folder, "over")
+    nvcc(folder, f": > {shlex.quote(str(began))}; sleep 1")
+
+    def worker():
+        until(began)
+        if not os.fork():
+            time.sleep(20)
+            over.touch()
+            os._exit(0)
+
+    def goes(build):
+        def built(kernel):
+            if first(folder, "first"):
+                threading.Thread(target=worker).start()
+            else:
+                until(began)
+            build(kernel)
+            if over.exists():
+                raise ValueError("it waited for another rank's process")
+
+        return built
+
+    with building(goes):
+        count, failed = repro.compiles(folder, [f"{folder}/cache"] * 2, 1)
+    name = f"a rank forks while it compiles: {count} calls, 1 needed{'; ' + failed[0] if failed else ''}"
+    check("trigger", name, (count, failed) == (1, []))
+
+
 def argued(folder):
     """A kernel with arguments: what a rank finds in the cache names them, and their types. (Of one alone the release writes no tuple.)"""
     code = 'extern "C" void launch(int n, int m, int& code) { code = n - m; }\n'
@@ -224,12 +335,28 @@ def main():
     forked = multiprocessing.get_context("fork")
     told, answer = forked.Pipe()
     forked.Process(target=slow, args=(answer,)).start()  # Its ranks wait; the other cases run meanwhile.
+    answer.close()  # that of the other process is the last: an end of it is noticed
     with tempfile.TemporaryDirectory() as folder:
         repro.noting(folder)
         count, failed = repro.compiles(folder, [f"{folder}/cache"] * RANKS)
         check("control", f"{RANKS} ranks have their kernels", not failed)
         check("trigger", f"{RANKS} ranks: {count} calls, {repro.KERNELS} needed", count == repro.KERNELS)
-    for case in (failing, kept, killed, late, at_once, no_locks, read_only, at_home, inside, argued):
+    for case in (
+        failing,
+        kept,
+        killed,
+        late,
+        at_once,
+        no_locks,
+        read_only,
+        at_home,
+        inside,
+        alone,
+        named,
+        interleaved,
+        forks,
+        argued,
+    ):
         with tempfile.TemporaryDirectory() as folder:
             repro.noting(folder)
             case(folder)
