@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,6 +20,8 @@ on_cpu = os.environ.get("TRITON_INTERPRET") == "1"  # lane tilelang-cpu: kernels
 device, dtype = ("cpu", torch.float32) if on_cpu else ("cuda", torch.bfloat16)
 #: The backward asks for S that is a multiple of the chunk. On a CPU no two sizes of a tile are the same: a transposed one would not fit, or give other numbers.
 B, S, H, R, N, P, CHUNK = (2, 40, 5, 3, 48, 16, 8) if on_cpu else (2, 256, 6, 4, 64, 32, 16)
+if "--state" in sys.argv and not on_cpu:
+    N = int(sys.argv[sys.argv.index("--state") + 1])
 SIDES = "released", "TMA off", "TMA on"
 MAMBA3 = "mamba_ssm.ops.tilelang.mamba3"
 CASES = "G=1", f"G={H} of H={H}", "without D, Z and MIMO_Out, rotated throughout"
@@ -65,46 +68,69 @@ def case(name):
 
 
 def run(side):
-    """For each case, of the output and of the gradients of the tensors that there are: their bytes' SHA-256, and whether they are finite and not zero."""
+    """For each case, of the output and of the gradients of the tensors that there are: their bytes' SHA-256, and whether they are finite and not zero.
+
+    A second run has to give the same. Beside it, the TMA loads of the backward's kernels that were built.
+    """
     mamba3_mimo, found = modules(side == "TMA on"), {}
-    for name in CASES:
+    for name in CASES * 2:
         tensors, grad, divisor = case(name)
         leaves = [None if t is None else t.detach().clone().requires_grad_() for t in tensors]
         out = mamba3_mimo(*leaves, chunk_size=CHUNK, rotary_dim_divisor=divisor, dtype=dtype)
         out.backward(grad)
         seen = [t.detach().cpu().contiguous() for t in (out, *(leaf.grad for leaf in leaves if leaf is not None))]
         digests = [hashlib.sha256(t.view(torch.uint8).numpy().tobytes()).hexdigest() for t in seen]
-        found[name] = list(zip(digests, [bool(t.isfinite().all() and t.any()) for t in seen], strict=True))
-    print(json.dumps({"file": FACTS["file"], "cases": found}))
+        rows = list(zip(digests, [bool(t.isfinite().all() and t.any()) for t in seen], strict=True))
+        if found.setdefault(name, rows) != rows:
+            raise RuntimeError(f"{name}: a second run gives other numbers")
+    texts = [path.read_text() for path in Path(os.environ["TILELANG_CACHE_DIR"]).rglob("*.cu")]
+    loads = [text.count("tl::tma_load") for text in texts if "mamba_mimo_bwd" in text]
+    print(json.dumps({"file": FACTS["file"], "cases": found, "loads": loads}))
 
 
 def ran(side):
     """`run` in a process of its own, for each compiles for minutes; without the overlay for the release's own kernels."""
     overlay, environment = str(Path(FACTS["file"]).parents[4]), dict(os.environ)
     if side == "released":
-        paths = [path for path in environment["PYTHONPATH"].split(os.pathsep) if path != overlay]
+        paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path.rstrip("/") != overlay]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
+    environment["TILELANG_CACHE_DIR"] = (
+        f"{environment.get('TILELANG_CACHE_DIR', tempfile.gettempdir())}/{side.replace(' ', '-')}"
+    )
     done = subprocess.run([sys.executable, *sys.orig_argv[1:], side], capture_output=True, text=True, env=environment)
     if done.returncode:
         raise RuntimeError(f"{side}: {done.stderr[-2000:]}")
     found = json.loads(done.stdout.splitlines()[-1])
     assert (found["file"] == FACTS["file"]) == (side != "released"), f"{side} ran {found['file']}"
-    return found["cases"]
+    return found
 
 
 def main():
     if not on_cpu and not torch.cuda.is_available():
         print("The kernels run on an NVIDIA GPU, and torch sees none; nox -s pack07 runs them through TileLang's C backend.")
         finish("UNTESTABLE", "no-device")
+    if not on_cpu and torch.cuda.get_device_capability()[0] < 9:
+        print(
+            "TMA needs a GPU of compute capability 9.0 or newer; nox -s pack07 without a GPU runs the kernels through TileLang's C backend."
+        )
+        finish("UNTESTABLE", "no-device")
     release()
     FACTS["evidence"] = "interpreter" if on_cpu else "device:sm_{}{}".format(*torch.cuda.get_device_capability())
     sides = SIDES[: 2 if on_cpu else 3]
     with ThreadPoolExecutor(min(len(sides), os.cpu_count() or 1)) as pool:
         released, *others = pool.map(ran, sides)
-    for name, before in released.items():
+    for side, found in zip(sides, (released, *others), strict=True):
+        if not on_cpu:
+            check(
+                "control",
+                f"{side}: the backward's kernels load by TMA: {found['loads']}",
+                any(found["loads"]) == (side == "TMA on"),
+            )
+            check("control", f"{side}: the backward's kernels were built", len(found["loads"]) > 1)
+    for name, before in released["cases"].items():
         check("control", f"{name}: what the release computes is finite and not zero", all(sound for _, sound in before))
         for side, found in zip(sides[1:], others, strict=True):
-            other = [i for i, (a, b) in enumerate(zip(found[name], before, strict=True)) if a != b]
+            other = [i for i, (a, b) in enumerate(zip(found["cases"][name], before, strict=True)) if a != b]
             print(f"          {name}, {side}: {len(before)} tensors, others than the release's: {other or 'none'}")
             check("trigger", f"{name}, {side}: output and gradients are the release's, bit for bit", not other)
     FACTS["claims"] = {"BITWISE_IDENTICAL": "bit for bit"}
