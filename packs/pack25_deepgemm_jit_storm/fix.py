@@ -10,13 +10,9 @@ def _locked(path):
     """Holds a lock on a kernel's path; on a file system without locks the kernel is built as before."""
     os.makedirs(get_cache_dir(), exist_ok=True)
     with open(f'{path}.lock', 'w') as lock:
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):  # closing it is not enough where a process was forked meanwhile
-                fcntl.flock(lock, fcntl.LOCK_UN)
+        with contextlib.suppress(OSError):  # not flock, whose lock a process that was forked meanwhile holds, too
+            fcntl.lockf(lock, fcntl.LOCK_EX)
+        yield
 
 
 '''

@@ -63,7 +63,7 @@ def rank(root, barrier, folder, kernels):
 
 
 def compiles(folder, roots, kernels=KERNELS):
-    """How often nvcc is called by ranks that start together, each with its cache root; and how many ranks fail."""
+    """How often nvcc is called by ranks that start together, each with its cache root; and what ranks say that fail."""
     Path(folder, "compiled").write_text("")
     forked = multiprocessing.get_context("fork")  # of a process that has imported what takes seconds
     barrier = forked.Barrier(len(roots))
@@ -72,7 +72,8 @@ def compiles(folder, roots, kernels=KERNELS):
         each.start()
     for each in ranks:
         each.join()
-    return Path(folder, "compiled").read_text().count("\n"), [path.read_text() for path in Path(folder).glob("failed.*")]
+    failed = [path.read_text() for path in Path(folder).glob("failed.*")]
+    return Path(folder, "compiled").read_text().count("\n"), failed + [f"exit {r.exitcode}" for r in ranks if r.exitcode]
 
 
 def main():

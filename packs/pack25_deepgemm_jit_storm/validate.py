@@ -1,16 +1,17 @@
 """The deep check of pack25's fix: compilations that fail, ranks that are killed or come late, two kernels at once, more ranks, no locks, a cache that is read-only or
-at its default place, other headers, flags and compilers, a rank that forks, one compilation that takes a minute.
+at its default place, other headers, flags and compilers, a rank that forks, interpreters of their own, one compilation that takes a minute.
 
 Runs after repro.py on the patched side.
 """
 
-import contextlib
+import argparse
 import ctypes
 import errno
 import multiprocessing
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -31,14 +32,11 @@ def nvcc(folder, before):
     wrapper.write_text(f'{head}\ncase "$*" in *--version*) ;; *) {before} ;; esac\nexec {rest}')
 
 
-@contextlib.contextmanager
-def building(how):
-    """``how(original)`` takes the place of repro.build in the ranks."""
-    original, repro.build = repro.build, how(repro.build)
-    try:
-        yield
-    finally:
-        repro.build = original
+def calls(folder, name, want=1, build=None, ranks=RANKS, kernels=1):
+    """Check that ranks call nvcc ``want`` times and none fails; ``build(original)`` takes the place of repro.build in them."""
+    with mock.patch.object(repro, "build", build(repro.build) if build else repro.build):
+        count, failed = repro.compiles(folder, [f"{folder}/cache"] * ranks, kernels)
+    check("trigger", f"{name}: {count} calls, {want} needed{'; ' + failed[0] if failed else ''}", (count, failed) == (want, []))
 
 
 def first(folder, name):
@@ -51,8 +49,11 @@ def first(folder, name):
 
 
 def until(path):
-    while not path.exists():
+    for _ in range(1200):
+        if path.exists():
+            return
         time.sleep(0.05)
+    raise TimeoutError(f"no {path.name} in a minute")
 
 
 def failing(folder):
@@ -63,7 +64,7 @@ def failing(folder):
     def one_late(build):
         return lambda kernel: (first(folder, "late") and until(Path(folder, "began"))) or build(kernel)
 
-    with building(one_late):
+    with mock.patch.object(repro, "build", one_late(repro.build)):
         count, failed = repro.compiles(folder, [f"{folder}/cache"] * RANKS, 1)
     check("trigger", f"a compilation fails: {len(failed)} of {RANKS} ranks fail, 1 has to", len(failed) == 1)
     check("trigger", f"a compilation fails: {count} calls, 2 needed", count == 2)
@@ -84,13 +85,7 @@ def kept(folder):
 
         return built
 
-    with building(together):
-        count, failed = repro.compiles(folder, [f"{folder}/cache"] * RANKS, 1)
-    check(
-        "trigger",
-        f"an exception is kept: {count} calls, 2 needed; {failed[0] if failed else 'all ranks meet'}",
-        (count, failed) == (2, []),
-    )
+    calls(folder, "an exception is kept", 2, together)
 
 
 def late(folder):
@@ -100,24 +95,20 @@ def late(folder):
     def goes(build):
         return lambda kernel: build(kernel) if first(folder, "first") else until(Path(folder, "began")) or build(kernel)
 
-    with building(goes):
-        count, failed = repro.compiles(folder, [f"{folder}/cache"] * RANKS, 1)
-    check(
-        "trigger",
-        f"ranks that come while nvcc writes: {count} calls, 1 needed{'; ' + failed[0] if failed else ''}",
-        (count, failed) == (1, []),
-    )
+    calls(folder, "ranks that come while nvcc writes", build=goes)
 
 
 def killed(folder):
-    """The first rank that compiles is killed: its lock goes with it."""
-    nvcc(folder, f"mkdir {shlex.quote(folder)}/once 2>/dev/null && kill -9 $PPID && sleep 600")
-    count, failed = repro.compiles(folder, [f"{folder}/cache"] * RANKS, 1)
-    check(
-        "trigger",
-        f"a rank is killed while it compiles: {count} calls, 2 needed, {len(failed)} others fail",
-        (count, len(failed)) == (2, 0),
+    """The first rank that compiles is killed: its lock goes with it, though a process that it forked lives on."""
+    began, over = Path(folder, "began"), Path(folder, "over")
+    nvcc(
+        folder,
+        f": > {shlex.quote(str(began))}; sleep 1; mkdir {shlex.quote(folder)}/once 2>/dev/null && kill -9 $PPID && sleep 600",
     )
+    with mock.patch.object(repro, "build", forking(folder, repro.build)):
+        count, failed = repro.compiles(folder, [f"{folder}/cache"] * RANKS, 1)
+    name = f"a rank is killed while it compiles: {count} calls, 2 needed; {', '.join(failed)}"
+    check("trigger", name, (count, failed, over.exists()) == (2, ["exit -9"], False))
 
 
 def at_once(folder):
@@ -126,9 +117,7 @@ def at_once(folder):
     mark = f'k=$(basename "$(dirname "$1")"); : > {place}/began.$k'
     wait = f"n=0; while [ $(ls {place}/began.* | wc -l) -lt 2 ] && [ $n -lt 200 ]; do sleep 0.1; n=$((n+1)); done; [ $n -lt 200 ] || : > {place}/alone"
     nvcc(folder, f"{mark}; {wait}")
-    with building(lambda build: lambda kernel: build(os.getpid() % 2)):
-        count, failed = repro.compiles(folder, [f"{folder}/cache"] * RANKS, 1)
-    check("trigger", f"two kernels at once: {count} calls, 2 needed", count == 2 and not failed)
+    calls(folder, "two kernels at once", 2, lambda build: lambda kernel: build(int(first(folder, "other"))))
     check("trigger", "two kernels at once: neither waits for the other", not Path(folder, "alone").exists())
 
 
@@ -147,9 +136,7 @@ def read_only(folder):
     """A cache that is warm may be read-only."""
     root = f"{folder}/cache"
     repro.compiles(folder, [root])
-    with building(lambda build: lambda kernel: locked(root) or build(kernel)):
-        count, failed = repro.compiles(folder, [root] * RANKS)
-    check("trigger", f"a warm cache, read-only: {count} calls, 0 needed", count == 0 and not failed)
+    calls(folder, "a warm cache, read-only", 0, lambda build: lambda kernel: locked(root) or build(kernel), kernels=2)
 
 
 def at_home(folder):
@@ -163,10 +150,7 @@ def at_home(folder):
 
         return built
 
-    with building(goes):
-        count, failed = repro.compiles(folder, [f"{folder}/cache"] * RANKS)
-    name = f"no DG_CACHE_DIR: {count} calls, {repro.KERNELS} needed{'; ' + failed[0] if failed else ''}"
-    check("trigger", name, (count, failed) == (repro.KERNELS, []))
+    calls(folder, "no DG_CACHE_DIR", 2, goes, kernels=2)
 
 
 def slow(answer):
@@ -185,10 +169,8 @@ def inside(folder):
         if event == "open" and given[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) and not str(given[0]).startswith(root):
             raise PermissionError(f"{given[0]} is opened to write")
 
-    with building(lambda build: lambda kernel: sys.addaudithook(refuse) or build(kernel)):
-        count, failed = repro.compiles(folder, [root] * RANKS, 1)
-    name = f"nothing is written outside of the cache: {count} calls, 1 needed{'; ' + failed[0] if failed else ''}"
-    check("trigger", name, (count, failed) == (1, []))
+    hooked = lambda build: lambda kernel: sys.addaudithook(refuse) or build(kernel)  # noqa: E731
+    calls(folder, "nothing is written outside of the cache", build=hooked)
 
 
 def alone(folder):
@@ -202,10 +184,7 @@ def alone(folder):
 
         return built
 
-    with building(goes):
-        count, failed = repro.compiles(folder, [f"{folder}/cache"], 1)
-    name = f"rank 3 alone: {count} calls, 1 needed{'; ' + failed[0] if failed else ''}"
-    check("trigger", name, (count, failed) == (1, []))
+    calls(folder, "rank 3 alone", build=goes, ranks=1)
 
 
 def named(folder):
@@ -214,10 +193,8 @@ def named(folder):
     other, found = Path(folder, "other"), []
 
     def build(**changed):
-        def goes(build):
-            return lambda kernel: os.environ.update(changed) or build(kernel)
-
-        with building(goes):
+        original = repro.build
+        with mock.patch.object(repro, "build", lambda kernel: os.environ.update(changed) or original(kernel)):
             count, failed = repro.compiles(folder, [f"{folder}/cache"], 1)
         found.append((count, len(failed)))
 
@@ -245,18 +222,21 @@ def answers(wrapper, version):
 
 
 def interleaved(folder):
-    """Up to nvcc 12.8 the release rewrites a kernel's machine code, which here is a byte at its end: before others can find it."""
+    """Up to nvcc 12.8 the release rewrites a kernel's machine code, which here is a byte at its end: others that come meanwhile must not find it before."""
     answers(Path(folder, "nvcc"), "12.8")
+    rewriting = Path(folder, "rewriting")
 
     def goes(build):
         def built(kernel):
             def process(path):
+                rewriting.touch()
                 time.sleep(0.5)
                 with Path(path).open("r+b") as file:
                     file.seek(0, os.SEEK_END)
                     file.write(b"!")
 
             repro.compiler.interleave_ffma.process = process
+            first(folder, "first") or until(rewriting)
             build(kernel)
             (file,) = Path(folder, "cache/cache").glob("*/kernel.so")
             if not file.read_bytes().endswith(b"!"):
@@ -264,16 +244,12 @@ def interleaved(folder):
 
         return built
 
-    with building(goes):
-        count, failed = repro.compiles(folder, [f"{folder}/cache"] * RANKS, 1)
-    name = f"nvcc 12.8, machine code rewritten: {count} calls, 1 needed{'; ' + failed[0] if failed else ''}"
-    check("trigger", name, (count, failed) == (1, []))
+    calls(folder, "nvcc 12.8, machine code rewritten", build=goes)
 
 
-def forks(folder):
-    """A rank forks a process while it compiles, as a DataLoader does: the others wait for its kernel, not for that process."""
+def forking(folder, build):
+    """A build of which the first rank forks a process while it compiles, which lives for 20 s, as a DataLoader's does; the others come then."""
     began, over = Path(folder, "began"), Path(folder, "over")
-    nvcc(folder, f": > {shlex.quote(str(began))}; sleep 1")
 
     def worker():
         until(began)
@@ -282,22 +258,44 @@ def forks(folder):
             over.touch()
             os._exit(0)
 
-    def goes(build):
-        def built(kernel):
-            if first(folder, "first"):
-                threading.Thread(target=worker).start()
-            else:
-                until(began)
-            build(kernel)
-            if over.exists():
-                raise ValueError("it waited for another rank's process")
+    def built(kernel):
+        if first(folder, "first"):
+            threading.Thread(target=worker).start()
+        else:
+            until(began)
+        build(kernel)
+        if over.exists():
+            raise ValueError("it waited for another rank's process")
 
-        return built
+    return built
 
-    with building(goes):
-        count, failed = repro.compiles(folder, [f"{folder}/cache"] * 2, 1)
-    name = f"a rank forks while it compiles: {count} calls, 1 needed{'; ' + failed[0] if failed else ''}"
+
+def forks(folder):
+    """A rank forks a process while it compiles: the others wait for its kernel, not for that process."""
+    nvcc(folder, f": > {shlex.quote(folder)}/began; sleep 1")
+    calls(folder, "a rank forks while it compiles", build=lambda build: forking(folder, build), ranks=2)
+
+
+def strangers(folder):
+    """Ranks that share nothing but the cache: each an interpreter of its own, of a parent of its own, as on several machines."""
+    nvcc(folder, "sleep 1")
+    Path(folder, "compiled").write_text("")
+    command = ["sh", "-c", '"$0" "$@"; exit $?', sys.executable, __file__, "--rank", folder]
+    ranks = [subprocess.Popen([*command, str(number)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for number in range(4)]
+    said = [rank.communicate()[0].decode()[-200:] for rank in ranks]
+    count = Path(folder, "compiled").read_text().count("\n")
+    failed = [text for rank, text in zip(ranks, said, strict=True) if rank.returncode]
+    name = f"four interpreters: {count} calls, 1 needed{'; ' + failed[0] if failed else ''}"
     check("trigger", name, (count, failed) == (1, []))
+
+
+def stranger(folder, number):
+    """One of them: it says that it is there, and builds when all four are."""
+    Path(folder, f"ready.{number}").touch()
+    while len(list(Path(folder).glob("ready.*"))) < 4:
+        time.sleep(0.05)
+    repro.rank(f"{folder}/cache", threading.Barrier(1), folder, 1)
+    sys.exit(any(Path(folder).glob(f"failed.{os.getpid()}")))
 
 
 def argued(folder):
@@ -312,10 +310,7 @@ def argued(folder):
 
         return built
 
-    with building(typed):
-        count, failed = repro.compiles(folder, [f"{folder}/cache"] * RANKS, 1)
-    name = f"a kernel with arguments: {count} calls, 1 needed{'; ' + failed[0] if failed else ''}"
-    check("trigger", name, (count, failed) == (1, []))
+    calls(folder, "a kernel with arguments", build=typed)
 
 
 def locked(root):
@@ -356,6 +351,7 @@ def main():
         interleaved,
         forks,
         argued,
+        strangers,
     ):
         with tempfile.TemporaryDirectory() as folder:
             repro.noting(folder)
@@ -366,6 +362,7 @@ def main():
 
 
 if __name__ == "__main__":
-    repro.parser.parse_args()
+    repro.parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
+    given = repro.parser.parse_args()
     repro.compiler, repro.nvcc = repro.release()
-    main()
+    stranger(*given.rank) if given.rank else main()
