@@ -29,7 +29,15 @@ def _state(where):
             "\n\n"
             r"        stash = \1"
             "\n"
-            r"        stashed_fp8_meta = stash[0] if activation_recompute_forward.inner else stash.popleft()"
+            r"        if activation_recompute_forward.inner:"
+            "\n"
+            r"            # Its own recomputation may have been before this one: nothing but this is of use of the forward then."
+            "\n"
+            r'            stashed_fp8_meta = stash[0] if stash else (fp8_meta["scaling_fwd"].amax_history, fp8_meta["scaling_fwd"].scale)'
+            "\n"
+            r"        else:"
+            "\n"
+            r"            stashed_fp8_meta = stash.popleft()"
             "\n",
             optional=True,
         ),
@@ -37,7 +45,15 @@ def _state(where):
 
 
 FIX = {
-    "transformer_engine/pytorch/fp8.py": _state("fp8"),
+    "transformer_engine/pytorch/fp8.py": (
+        *_state("fp8"),
+        replace(
+            "copied",  # up to 2.3, as #1723 does: what is put back in the end has to be what was there
+            r'^( +fp8_meta\["updated_amax_history_fwd"\] = .*\.amax_history)\n( +fp8_meta\["updated_scale_fwd"\] = .*\.scale)\n',
+            r"\1.clone()" "\n" r"\2.clone()" "\n",
+            optional=True,
+        ),
+    ),
     "transformer_engine/pytorch/quantization.py": _state("quantization"),
     "transformer_engine/pytorch/distributed.py": (
         insert_after(

@@ -7,11 +7,13 @@ other algorithms, outliers in inputs and gradients; scales by their definition; 
 import contextlib
 import os
 import sys
+from functools import partial
 
 import repro
 import torch
 from packaging.version import Version
 from repro import check, data, finish
+from torch.utils._python_dispatch import TorchDispatchMode
 
 STEPS, LENGTH, EVERY, NAN = 14, 4, 6, 7  # an outlier is forgotten before the next one
 
@@ -22,9 +24,15 @@ def network(parts, layers):
     return torch.nn.ModuleList([torch.nn.Sequential(*all_of_them[i * layers : (i + 1) * layers]) for i in range(parts)])
 
 
+def dropped():
+    """Blocks with a dropout each, whose recomputation has to drop the same."""
+    return torch.nn.ModuleList([torch.nn.Sequential(layer, torch.nn.Dropout()) for layer in repro.blocks()])
+
+
 def states(parts):
     """All scales and amax histories of the forward and backward."""
-    metas = [layer.fp8_meta[f"scaling_{way}"] for part in parts for layer in part for way in ("fwd", "bwd")]
+    layers = [layer for part in parts for layer in part if hasattr(layer, "fp8_meta")]
+    metas = [layer.fp8_meta[f"scaling_{way}"] for layer in layers for way in ("fwd", "bwd")]
     return [tensor.clone() for meta in metas for tensor in (meta.scale, meta.amax_history)]
 
 
@@ -37,11 +45,15 @@ def inputs(i, nan=False):
 
 
 def forward(parts, x, checkpointed=(), how="reentrant"):
-    """As repro.forward; "within" is one checkpoint of all, with one in it of the second block."""
-    if how != "within" or not checkpointed:
+    """As repro.forward; "within" is one checkpoint, with one in it of the second block, and of the blocks after that, if it is not the "last" thing in it."""
+    if "within" not in how or not checkpointed:
         return repro.forward(parts, x, checkpointed, how)
+    checkpoint = partial(repro.te.checkpoint, use_reentrant="not reentrant" not in how)
     first, second, *rest = parts
-    return repro.te.checkpoint(lambda x: repro.forward(rest, repro.te.checkpoint(second, first(x))), x)
+    inner = lambda x: checkpoint(second, first(x))  # noqa: E731
+    if "last" in how:
+        return repro.forward(rest, checkpoint(inner, x))
+    return checkpoint(lambda x: repro.forward(rest, inner(x)), x)
 
 
 def trained(make, fp8, checkpointed=(), how="reentrant", microbatches=1, between=None, nan=False):
@@ -175,6 +187,61 @@ def kept():
     check("trigger", "a weight that is not cast again keeps its history, and the input's goes on", same)
 
 
+class Several(torch.nn.Module):
+    """Two tensors, a number and a keyword in; two tensors out."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x, other, factor, *, gain):
+        y = self.layer(x * factor)
+        return y + other, gain * y
+
+
+def arguments():
+    """What a checkpoint is given and gives back beside one tensor is as without it."""
+    found = []
+    for how in (None, {}, {"use_reentrant": False}):
+        (layer,), seen = repro.blocks(1), []
+        block, fp8 = Several(layer), recipe(repro.largest)
+        torch.manual_seed(1)
+        for i in range(EVERY):
+            (x, gradient), (other, _) = inputs(i), data()
+            given = x.requires_grad_(), other.requires_grad_(), 2.0
+            with repro.te.fp8_autocast(enabled=True, fp8_recipe=fp8):
+                outs = block(*given, gain=3.0) if how is None else repro.te.checkpoint(block, *given, gain=3.0, **how)
+            (outs[0] - 2 * outs[1]).backward(gradient)
+            seen += [*outs, x.grad, other.grad, *states([[layer]])]
+        found.append([tensor.detach() for tensor in seen])
+    for name, got in zip(("reentrant", "not reentrant"), found[1:], strict=True):
+        same = all(map(equal, got, found[0]))
+        check("trigger", f"{name}: two tensors, a number and a keyword, two outputs: bitwise as without checkpointing", same)
+
+
+class Waits(TorchDispatchMode):
+    """Operators that wait for the GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.nonzero.default):
+            self.found.add(str(op))
+        return op(*args, **(kwargs or {}))
+
+
+def waits(*how):
+    """What a second step waits for with a function."""
+    parts = repro.blocks(1)
+    step(parts, recipe(repro.largest), *data(), *how)
+    x, gradient = data()
+    with Waits() as mode:
+        step(parts, recipe(repro.largest), x, gradient, *how)
+    return mode.found
+
+
 def step(parts, fp8, x, gradient, *how):
     with repro.te.fp8_autocast(enabled=True, fp8_recipe=fp8):
         y = forward(parts, x.requires_grad_(), *how)
@@ -247,6 +314,16 @@ def reduced():
         )
 
 
+def states_of_steps(fp8, *how):
+    """All scales and histories after each of a few steps, one with an outlier."""
+    parts, seen = repro.blocks(), []
+    torch.manual_seed(1)
+    for i in range(EVERY):
+        step(parts, fp8, *inputs(i), *how)
+        seen += states([parts])
+    return seen
+
+
 def by_default():
     """What the kernel is called with in a step, after amaxes are reduced where there are two ranks; and that what it writes stays. It is one of torch's here."""
     tex = sys.modules["transformer_engine_torch"]
@@ -269,7 +346,7 @@ def by_default():
             written[scale.data_ptr()] = scale, scale.clone()
             written[history.data_ptr()] = history[1:], history[1:].clone()  # a row more is collected in the first one
 
-    unfused = os.environ.pop("NVTE_UNFUSED_FP8_UPDATE", None)
+    unfused, plain = os.environ.pop("NVTE_UNFUSED_FP8_UPDATE", None), {}
     for how in ((), ((1, 2), "reentrant"), ((0,), "not reentrant"), ((1, 2), "nested")):
         for asked in (("max", 3), ("most_recent", 0)):
             parts, calls, written = repro.blocks(), [], {}
@@ -288,6 +365,10 @@ def by_default():
             check("trigger", f"by default, {asked[0]}, {name}: the kernel updates {[way for _, way in pairs]}", right)
             stays = len(written) == 16 and all(torch.equal(*pair) for pair in written.values())
             check("trigger", f"by default, {asked[0]}, {name}: what it writes stays", stays)
+            with replaced(tex, "fused_amax_and_scale_update_after_reduction", kernel):
+                seen = states_of_steps(fp8, *how)
+            same = all(map(torch.equal, seen, plain.setdefault(asked, seen)))
+            check("trigger", f"by default, {asked[0]}, {name}: scales and histories are those without checkpoints", same)
     if unfused is not None:
         os.environ["NVTE_UNFUSED_FP8_UPDATE"] = unfused
     meta = {"recipe": repro.recipes.MXFP8BlockScaling()}
@@ -364,6 +445,10 @@ def main():
         recomputed(how, runs)
     by_default()
     two_recipes()
+    arguments()
+    for how in ("reentrant", "not reentrant", "nested"):
+        found = waits((0,), how)
+        check("trigger", f"{how}, function: {', '.join(found) or 'nothing'} waits for a GPU", not found)
     if Version(repro.FACTS["version"]) >= Version("2.19"):
         inside()
     for which in ((0,), (1,), (3,), (0, 2), every):
@@ -378,9 +463,12 @@ def main():
         same(f"two microbatches, {how}", one, function, checkpointed=every, how=how, microbatches=2)
         same(f"an error in a checkpoint between steps, {how}", one, function, checkpointed=(1, 2), how=how, between=failure)
         same(f"an evaluation between steps, {how}", one, function, checkpointed=(1, 2), how=how, between=evaluation)
-    for count in (1, 2):
-        name = f"a checkpoint within one, with layers before and after, {count} microbatches"
-        same(name, one, function, checkpointed=every, how="within", microbatches=count)
+    for how in ("within", "within, last", "within, not reentrant", "within, last, not reentrant"):
+        for count in (1, 2):
+            name = f"a checkpoint {how}, {count} microbatch{'es' * (count > 1)}"
+            same(name, one, function, checkpointed=every, how=how, microbatches=count)
+    for how in ("reentrant", "not reentrant", "nested"):
+        same(f"dropout, {how}", dropped, function, checkpointed=every, how=how)
     for name, fp8 in (
         ("the newest amax", recipe(newest)),
         ("a scale of a function", recipes.DelayedScaling(amax_history_len=LENGTH, scaling_factor_compute_algo=doubled)),
