@@ -3,7 +3,9 @@
 Runs after repro.py on the patched side. A refusal is as good as a warning, as in repro.py.
 """
 
+import gc
 import importlib
+import weakref
 from unittest import mock
 
 import repro
@@ -120,6 +122,27 @@ def ways(*given):
         yield "SparseMLA in three dimensions", call, (q[0], k[0], indices[0], scale), [t[0] for t in turned]
 
 
+def changed(at, call, q8, k8, more, order, others):
+    """Nothing is remembered of an FP8 tensor: its bytes may change, as kernels change them, or its scale; its bytes may be another one's, too; and it may go."""
+
+    def again(what, query, key):
+        judged(f"{at}: {what}", call, (query, key, *more), [order(t.dequantize()) for t in (query, key)], others)
+
+    used(call, q8, k8, *more)
+    k8._data.copy_(k8._data.flip(0))
+    again("a key that has changed since", q8, k8)
+    k8._data.data.copy_(k8._data.flip(-1))  # no version is counted
+    again("a key that a kernel has changed since", q8, k8)
+    k8._scale_inv.mul_(2)
+    again("a key whose scale has changed since", q8, k8)
+    same = {"shape": k8.shape, "data": k8._data, "fp8_dtype": k8._fp8_dtype, "dtype": k8.dtype}
+    again("a key of the same bytes and another scale", q8, type(k8)(fp8_scale_inv=k8._scale_inv * 2, **same))
+    kept = [weakref.ref(t._data) for t in (q8, k8)]
+    del q8, k8, same
+    gc.collect()
+    check("trigger", f"{at}: query and key are given up when their owner does", not any(each() for each in kept))
+
+
 class Subclass(torch.Tensor):
     """No quantized tensor: it holds what it says."""
 
@@ -164,12 +187,7 @@ def main():
                     judged(f"{at}: {kind}{which}", call, (*given, *more), want, others)
                     if "storage" not in kind:
                         trained("trigger", f"{at}: {kind}{which}", call, (*given, *more), want, order, after)
-            q8, k8 = fp8(q), fp8(k)
-            used(call, q8, k8, *more)
-            k8._data.copy_(k8._data.flip(0))
-            judged(
-                f"{at}: a key that has changed since", call, (q8, k8, *more), [order(t.dequantize()) for t in (q8, k8)], others
-            )
+            changed(at, call, fp8(q), fp8(k), more, order, others)
     still_taken()
     query, key, indices = inputs(1)
     for dtype in (torch.float16, torch.float32):

@@ -184,6 +184,10 @@ def main():
     ):
         judge(name, outcome(function, *inputs(**{**sizes, **more}), given, **options))
     logits, labels = inputs(**sizes)
+    right, _ = exact(logits, labels, weights)
+    with torch.no_grad():
+        loss = function.apply(logits.clone(), labels, 0.0, False, None).double().reshape(right.shape)
+    check("trigger", "each token, no gradients wanted: loss", error=off(loss, right), limit=LIMIT)
     for name, laid in (
         ("labels[:, :-1]", torch.cat([labels, labels[:, :1]], 1)[:, :-1]),
         ("labels transposed", labels.t().contiguous().t()),
@@ -212,6 +216,8 @@ def main():
     halves(function, "each token, weighted", weights)
     halves(function, "mean", two, mean=True)
     halves(function, "label smoothing 0.1", weights, smoothing=0.1)
+    for layout in (*LAYOUTS, "logits[:, :-1], labels[:, 1:]"):
+        halves(function, f"{layout}, weighted", weights, layout=layout)
     if ignores:
         halves(function, "mean, ignored", two, mean=True, inputs={"ignored": IGNORED})
     if device == "cuda" and torch.cuda.device_count() < 2:
