@@ -134,7 +134,14 @@ def run_tests(session: nox.Session, which: str) -> None:
     # Containers often set it, and then each of the hundreds of processes that the tests start compiles all that it imports.
     env = {"PYTHONDONTWRITEBYTECODE": ""}
     # One more than there are cores: many of them wait for processes of theirs.
-    session.run("pytest", f"--numprocesses={min(4, (os.cpu_count() or 1) + 1)}", "--dist=loadfile", *given, env=env)
+    session.run(
+        "pytest",
+        f"--numprocesses={min(4, (os.cpu_count() or 1) + 1)}",
+        "--dist=loadfile",
+        "--no-loadscope-reorder",
+        *given,
+        env=env,
+    )
 
 
 @nox.session(default=False)

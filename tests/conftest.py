@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import asdict
 
 import hypothesis
@@ -22,6 +23,12 @@ hypothesis.settings.load_profile("untimed")
 for name in ("SIGHUP", "SIGINT", "SIGQUIT"):
     if signal.getsignal(getattr(signal, name)) is signal.SIG_IGN:
         signal.signal(getattr(signal, name), signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL)
+
+
+def pytest_collection_modifyitems(items):
+    """The run of pack09 first, for it waits for others most of its time, then files with many tests: workers take them in this order."""
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path.name != "test_end_to_end.py", -tests[item.path]))
 
 
 @pytest.fixture
