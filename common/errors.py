@@ -25,6 +25,10 @@ class AnchorError(Exception):
     """A transform did not find the place it changes, or found it more than once, in a release's source."""
 
 
+#: What a path that a person named may come to.
+UNWRITABLE = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
+
+
 def full(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
@@ -39,7 +43,7 @@ def writing(path: Path) -> Iterator[None]:
             raise UserError(
                 f"No space left on the disk of {path}: free some and run again; nothing half-written was kept."
             ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG):
+        if error.errno in UNWRITABLE:
             raise UserError(
                 f"{path} cannot be written ({os.strerror(error.errno)}): name another folder with --results."
             ) from error

@@ -15,18 +15,26 @@ from common.store import receipt
 
 ROOT = Path(__file__).parent.parent
 FACTS = {
-    "reproducer": 1,
+    "report": 1,
     "evidence": "interpreter",
     "file": "<release>/toy/__init__.py",
     "version": "1.0",
     "verdict": "REPRODUCED",
     "metrics": {},
-    "comparisons": [
-        {"role": "control", "name": "mean", "error": 1e-7, "limit": 1e-5},
-        {"role": "trigger", "name": "none", "error": 0.5, "limit": 1e-5},
-        {"role": "signature", "name": "grad_output[0]", "holds": True},
+    "checks": [
+        {"role": "control", "name": "mean", "error": 1e-7, "limit": 1e-5, "ok": True},
+        {"role": "trigger", "name": "none", "error": 0.5, "limit": 1e-5, "ok": False},
+        {"role": "signature", "name": "grad_output[0]", "ok": True},
     ],
 }
+
+
+def judged(check, **changes):
+    """A check with other values, and the ``ok`` that the report block gives it."""
+    check = {**check, **changes}
+    numbers = [check.get(key) for key in ("error", "limit")]
+    known = all(isinstance(number, int | float) for number in numbers)
+    return {**check, "ok": known and numbers[0] <= numbers[1]} if "limit" in check else check
 
 
 def raw(path):
@@ -40,7 +48,16 @@ def facts_of(row):
 
 def make_log(facts=FACTS, *, sentinel="BUG_REPRODUCED", exit=10, body=None, side="unpatched", **closing):
     """A stored log as the runner writes it; the default one is a sound REPRODUCED."""
-    opening = {"pack": "pack09", "dist": "toy", "version": "1.0", "side": side, "lane": "triton-interpreter", "arguments": []}
+    opening = {
+        "form": 2,
+        "pack": "pack09",
+        "dist": "toy",
+        "version": "1.0",
+        "side": side,
+        "variant": "",
+        "lane": "triton-interpreter",
+        "arguments": [],
+    }
     lines = [json.dumps({"runner": opening})]
     lines += body if body is not None else ["some output", json.dumps(facts), sentinel]
     ending = {"exit": exit, "signal": None, "stopped": None, "seconds": 1.0, "peak_rss": 1, "cut": 0, **closing}

@@ -4,7 +4,7 @@ import re
 import shutil
 
 import pytest
-from helpers import FACTS, make_log
+from helpers import FACTS, judged, make_log
 from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
@@ -67,7 +67,7 @@ def test_a_machine_that_did_not_run_the_fix_lends_it_no_evidence(tmp_path, store
     absent = {
         **FACTS,
         "verdict": "ABSENT",
-        "comparisons": [FACTS["comparisons"][0], {**FACTS["comparisons"][1], "error": 1e-7}],
+        "checks": [FACTS["checks"][0], judged(FACTS["checks"][1], error=1e-7)],
     }
     fixed = make_log(
         {**absent, "file": "<overlay>/toy/__init__.py", "version": "0.7.0"}, sentinel="FIX_VALIDATED", exit=0, side="patched"
@@ -82,7 +82,11 @@ def test_a_machine_that_did_not_run_the_fix_lends_it_no_evidence(tmp_path, store
 def test_machines_that_disagree_are_told(tmp_path, store):
     store(tmp_path, version="0.7.0")
     right = log_of("0.7.0", verdict="ABSENT", evidence="device:sm_90").replace("triton-interpreter", "device")
-    right = right.replace("BUG_REPRODUCED", "BUG_ABSENT").replace('"exit": 10', '"exit": 0').replace("0.5", "1e-08")
+    right = (
+        right.replace("BUG_REPRODUCED", "BUG_ABSENT")
+        .replace('"exit": 10', '"exit": 0')
+        .replace('"error": 0.5, "limit": 1e-05, "ok": false', '"error": 1e-08, "limit": 1e-05, "ok": true')
+    )
     path = store(tmp_path, machine="gpu", version="0.7.0", log=right)
     assert receipt.read(path).facts.outcome == "ABSENT"
     assert "| 0.7.0 | BUG_ABSENT; BUG_REPRODUCED on test-machine |" in attach.write(PACK, tmp_path)[0].read_text()
@@ -229,8 +233,8 @@ def test_errors_are_spoken_of_only_where_some_were_measured(tmp_path, store):
     text = attach.write(PACK, tmp_path)[0].read_text()
     assert "| bug error | limit | error with the fix |" in text
     assert "Errors are relative, unless the text gives a unit." in text
-    checks = [{"role": c["role"], "name": c["name"], "holds": c["role"] != "trigger"} for c in FACTS["comparisons"]]
-    exact = {**FACTS, "comparisons": checks}
+    checks = [{"role": c["role"], "name": c["name"], "ok": c["role"] != "trigger"} for c in FACTS["checks"]]
+    exact = {**FACTS, "checks": checks}
     store(tmp_path, log=make_log(exact))
     text = attach.write(PACK, tmp_path)[0].read_text()
     assert "error with the fix" not in text

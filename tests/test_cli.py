@@ -53,7 +53,7 @@ def test_the_three_proofs_and_the_evidence_are_printed(cli, cache):
 def test_a_fix_without_one_of_its_transforms_is_red(cli, cache, tmp_path):
     done = cli("run", "pack00", "--release", "1.0", "--without", "sum", cache=cache)
     assert done.returncode == 1
-    assert "1.0 patched: expected ABSENT (the fix works), saw REPRODUCED" in " ".join(done.stdout.split())
+    assert "1.0 patched: expected FIX_VALIDATED (the fix works), saw BUG_REPRODUCED" in " ".join(done.stdout.split())
     assert not list((tmp_path / "results").glob("*/pack00/*")), "such runs are no record of the release"
     assert list((tmp_path / "results" / "review" / "without-sum").glob("*/pack00/*.json"))
 

@@ -4,14 +4,13 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, installed
 
 from common.cli import main
 from common.packs import reportblock
-from common.packs.pack import all_packs
+from common.packs.pack import all_packs, find
 from common.publish import contract
 from common.store import history
 
@@ -114,11 +113,13 @@ contract(release)
 """
 
 
+@pytest.mark.network
 def test_a_row_that_dies_takes_no_other_with_it(tmp_path):
-    pytest.importorskip("torch", reason="this needs torch, which the tests do not install")
+    pack = find("pack32")
+    there = installed(pack, pack.pinned[-1])  # with torch
     script = tmp_path / "repro.py"
     script.write_text(SCRIPT.format(block=reportblock.TEXTS["contract"], report=reportblock.TEXT))
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=os.environ, timeout=120)
+    done = subprocess.run([there.python, script], capture_output=True, text=True, env=os.environ, timeout=120)
     told = json.loads(done.stdout.splitlines()[-2])["metrics"]
     assert told["a label of V"]["saw"].startswith("died")
     assert told["a label of -1"]["ok"] and told["mean"]["ok"]

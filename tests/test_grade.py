@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from helpers import FACTS, make_log
+from helpers import FACTS, judged, make_log
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,16 +12,16 @@ from common.store.grade import EXIT, grade
 FIXED = {
     **FACTS,
     "verdict": "ABSENT",
-    "comparisons": [FACTS["comparisons"][0], {"role": "trigger", "name": "none", "error": 2e-7, "limit": 1e-5}],
+    "checks": [FACTS["checks"][0], judged(FACTS["checks"][1], error=2e-7)],
 }
 FINAL = ("REPRODUCED", "ABSENT")
 
 
-def with_comparisons(*comparisons, verdict="REPRODUCED"):
-    return {**FACTS, "verdict": verdict, "comparisons": list(comparisons)}
+def with_checks(*checks, verdict="REPRODUCED"):
+    return {**FACTS, "verdict": verdict, "checks": [judged(check) for check in checks]}
 
 
-CONTROL, TRIGGER, SIGNATURE = FACTS["comparisons"]
+CONTROL, TRIGGER, SIGNATURE = FACTS["checks"]
 
 
 def test_sound_log_is_reproduced_with_its_three_proofs():
@@ -48,14 +48,14 @@ def test_absent_and_fix_validated():
         pytest.param(make_log({**FACTS, "version": "2.0"}), id="another version ran"),
         pytest.param(make_log({**FACTS, "file": "/somewhere/else.py"}), id="imported from elsewhere"),
         pytest.param(make_log({**FACTS, "file": "<overlay>/toy.py"}), id="overlay on the unpatched side"),
-        pytest.param(make_log(with_comparisons(CONTROL)), id="no trigger"),
-        pytest.param(make_log(with_comparisons(TRIGGER, SIGNATURE)), id="no control"),
-        pytest.param(make_log(with_comparisons({**CONTROL, "error": 1.0}, TRIGGER)), id="control failed"),
-        pytest.param(make_log(with_comparisons(CONTROL, TRIGGER, {**SIGNATURE, "holds": False})), id="another signature"),
-        pytest.param(make_log(with_comparisons(CONTROL, {**TRIGGER, "error": 1e-7})), id="the numbers do not show it"),
-        pytest.param(make_log(with_comparisons(CONTROL, {**TRIGGER, "limit": -1})), id="negative limit"),
-        pytest.param(make_log(with_comparisons(CONTROL, {**TRIGGER, "limit": "x"})), id="limit is no number"),
-        pytest.param(make_log(with_comparisons(CONTROL, {"role": "trigger", "name": "n"})), id="neither error nor holds"),
+        pytest.param(make_log(with_checks(CONTROL)), id="no trigger"),
+        pytest.param(make_log(with_checks(TRIGGER, SIGNATURE)), id="no control"),
+        pytest.param(make_log(with_checks({**CONTROL, "error": 1.0}, TRIGGER)), id="control failed"),
+        pytest.param(make_log(with_checks(CONTROL, TRIGGER, {**SIGNATURE, "ok": False})), id="another signature"),
+        pytest.param(make_log(with_checks(CONTROL, {**TRIGGER, "error": 1e-7})), id="the numbers do not show it"),
+        pytest.param(make_log(with_checks(CONTROL, {**TRIGGER, "limit": -1})), id="negative limit"),
+        pytest.param(make_log(with_checks(CONTROL, {**TRIGGER, "limit": "x"})), id="limit is no number"),
+        pytest.param(make_log(with_checks(CONTROL, {"role": "trigger", "name": "n"})), id="neither error nor ok"),
         pytest.param(make_log({**FACTS, "evidence": "device:sm_90"}), id="device evidence from a CPU lane"),
         pytest.param(make_log({**FACTS, "evidence": "certain"}), id="unknown evidence"),
         pytest.param(make_log(body=["BUG_REPRODUCED"]), id="no JSON line"),
@@ -88,8 +88,8 @@ def test_a_log_that_disagrees_with_itself_is_an_error(log):
         (make_log(body=[], exit=None, signal="SIGSEGV"), "CHANGED: SIGSEGV"),
         (make_log(body=["UNTESTABLE: no-device"], exit=125), "UNTESTABLE: no-device"),
         (make_log({**FACTS, "verdict": "CHANGED"}, sentinel="CHANGED: scalar", exit=125), "CHANGED: scalar"),
-        (make_log(with_comparisons(CONTROL, {**TRIGGER, "error": 5e-5})), "UNTESTABLE: margin"),
-        (make_log(with_comparisons({**CONTROL, "error": 5e-6}, TRIGGER)), "UNTESTABLE: margin"),
+        (make_log(with_checks(CONTROL, {**TRIGGER, "error": 5e-5})), "UNTESTABLE: margin"),
+        (make_log(with_checks({**CONTROL, "error": 5e-6}, TRIGGER)), "UNTESTABLE: margin"),
     ],
 )
 def test_other_endings(log, expected):
@@ -97,7 +97,7 @@ def test_other_endings(log, expected):
 
 
 def test_a_result_that_is_not_finite_is_the_bug():
-    verdict = grade(make_log(with_comparisons(CONTROL, {**TRIGGER, "error": None})))
+    verdict = grade(make_log(with_checks(CONTROL, {**TRIGGER, "error": None})))
     assert verdict.outcome == "REPRODUCED"
     assert verdict.bug_error is None
     assert "none" in verdict.failed
@@ -131,7 +131,7 @@ def test_facts_changed_anywhere_do_not_pass_as_something_else(key, value):
 )
 def test_margins(bug, limit, control):
     """REPRODUCED only with bug >= 10 x limit >= 100 x control."""
-    facts = with_comparisons({**CONTROL, "error": control, "limit": limit}, {**TRIGGER, "error": bug, "limit": limit})
+    facts = with_checks({**CONTROL, "error": control, "limit": limit}, {**TRIGGER, "error": bug, "limit": limit})
     if not (bug < float("inf") and control < float("inf")):
         return  # JSON has no infinity; a script writes null
     reproduced = grade(make_log(facts)).outcome == "REPRODUCED"
@@ -166,7 +166,8 @@ def report(*, sentinel="BUG_ABSENT", exit=0, **changes):
     ("claims", "given"),
     [
         ({}, ()),
-        ({"BITWISE_IDENTICAL": "bit for bit"}, ("BITWISE_IDENTICAL",)),
+        ({"LEGALITY_PROVED": "bit for bit"}, ("LEGALITY_PROVED",)),
+        ({"BITWISE_IDENTICAL": "bit for bit"}, ()),  # of an interpreter, which may compute in another dtype
         (["BITWISE_IDENTICAL"], None),
         ({"BITWISE_IDENTICAL": "no such check"}, None),
         ({"PERFECT": "mean"}, None),
@@ -229,3 +230,88 @@ def test_a_script_that_dies_before_its_first_check_is_changed_not_an_error_of_ou
     facts = {"report": 1, "evidence": "none", "metrics": {}, "checks": [], "verdict": "CHANGED"}
     verdict = grade(make_log(facts, sentinel="CHANGED: AssertionError", exit=125))
     assert str(verdict) == "CHANGED: AssertionError"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"error": 0.5, "ok": True},
+        {"error": 1e-9, "ok": False},
+        {"error": 1e-9, "ok": 1},
+        {"error": 1e-9, "ok": "yes"},
+        {"error": 1e-9, "ok": True, "role": "triger"},
+        {"error": 1e-9, "ok": True, "name": " "},
+        {"error": -1.0, "ok": True},
+    ],
+)
+def test_a_check_that_contradicts_itself_is_an_error(changes):
+    checks = [*REPORT["checks"], {"role": "trigger", "name": "dH", "limit": 1e-5, **changes}]
+    assert report(checks=checks).outcome == "ERROR"
+
+
+def test_a_claim_rests_on_no_check_that_failed_and_bits_on_none_with_a_limit():
+    failed = [*REPORT["checks"], {"role": "signature", "name": "in bits", "ok": False}]
+    assert report(checks=failed, claims={"LEGALITY_PROVED": "in bits"}).outcome == "ERROR"
+    assert report(claims={"BITWISE_IDENTICAL": "mean"}).outcome == "ERROR"
+
+
+def test_measured_with_something_that_is_not_right_is_an_error():
+    wrong = [{**REPORT["checks"][1], "ok": False}]
+    assert report(verdict="MEASURED", metrics={"ms": 1.5}, checks=wrong, sentinel="MEASURED").outcome == "ERROR"
+
+
+@pytest.mark.parametrize(
+    ("lane", "evidence", "sound"),
+    [
+        ("triton-interpreter", "interpreter", True),
+        ("triton-interpreter-ptx", "source", True),
+        ("triton-interpreter", "codegen", False),
+        ("triton-interpreter", "device:cpu", False),
+        ("te-cpu", "interpreter", False),
+        ("tilelang-codegen", "codegen", True),
+        ("cpu", "device:cpu", True),
+        ("cpu", "codegen", False),
+        ("device", "device:cpu", False),
+        ("device", "device:sm_90", True),
+        ("of-my-own", "source", False),
+    ],
+)
+def test_a_level_is_one_that_the_lane_leaves(lane, evidence, sound):
+    log = make_log({**REPORT, "evidence": evidence}, sentinel="BUG_ABSENT", exit=0).replace("triton-interpreter", lane, 1)
+    assert (grade(log).outcome == "ABSENT") == sound
+
+
+def of_both(first=None, second=None, *, code=0, word="FIX_VALIDATED", lines=2, **opening):
+    """A log of repro.py and validate.py, with changes of what each says."""
+    there = {**REPORT, "file": "<overlay>/toy/__init__.py"}
+    body = [json.dumps({**there, **(first or {})}), "FIX_VALIDATED"]
+    deep = {"exit": code, "signal": None, "stopped": None}
+    log = make_log(
+        body=[*body, json.dumps({**there, **(second or {})}), word], sentinel="", exit=0, side="patched", validate=deep
+    )
+    head, rest = log.split("\n", 1)
+    asked = json.loads(head)["runner"] | {"validate": True, "lines": lines, **opening}
+    return grade(f"{json.dumps({'runner': asked})}\n{rest}")
+
+
+def test_a_fix_needs_both_scripts():
+    assert of_both().outcome == "ABSENT"
+    assert of_both(lines=4).outcome == "ERROR"
+    assert of_both({"evidence": "source"}, {"evidence": "interpreter"}).evidence == "source"
+    assert of_both({"evidence": "interpreter"}, {"evidence": "source"}).evidence == "source"
+    untestable = of_both({}, {"verdict": "UNTESTABLE"}, code=125, word="UNTESTABLE: no-device")
+    assert str(untestable) == "UNTESTABLE: validate: no-device"
+    wrong = [REPORT["checks"][0], {**REPORT["checks"][1], "ok": False}]
+    found = of_both({}, {"checks": wrong, "verdict": "REPRODUCED"}, code=10, word="BUG_REPRODUCED")
+    assert (found.outcome, found.reason) == ("CHANGED", "validate: dense: bit for bit")
+
+
+def test_of_both_scripts_the_number_that_is_nearer_to_its_limit_is_told():
+    near = [REPORT["checks"][0], {"role": "trigger", "name": "n", "error": 9e-6, "limit": 1e-5, "ok": True}]
+    assert of_both({}, {"checks": near}).bug_error == 9e-6
+    assert of_both({"checks": near}).bug_error == 9e-6
+
+
+def test_a_fix_is_held_to_as_many_triggers_as_ran_without_it():
+    assert of_both(triggers=1).outcome == "ABSENT"
+    assert of_both(triggers=2).outcome == "ERROR"

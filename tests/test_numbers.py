@@ -41,7 +41,7 @@ def recorded(pack):
             for line in (path.parent / facts["log"]["name"]).read_text().splitlines():
                 if line.startswith("{"):
                     said = json.loads(line)
-                    checks = [*said.get("checks", ()), *said.get("comparisons", ())]
+                    checks = said.get("checks", ())
                     found |= set(numbers([said.get("metrics"), [(c.get("error"), c.get("limit")) for c in checks]]))
                     found |= {float(word) for check in checks for word in re.findall(r"\d+(?:\.\d+)?", check["name"])}
     return found

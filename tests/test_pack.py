@@ -11,7 +11,7 @@ from common import transforms
 from common.errors import UserError
 from common.files import PACKS, ROOT
 from common.install import lanes
-from common.packs import scaffold
+from common.packs import reportblock, scaffold
 from common.packs.pack import all_packs, find, load
 from common.publish import attach
 from common.run.plan import expected, planned
@@ -158,6 +158,8 @@ def check_contract(folder):
     """What every pack keeps, a new one included."""
     pack = load(folder)
     script = pack.script.read_text()
+    others = [path.read_text() for path in folder.glob("*.py") if path != pack.script]
+    assert not reportblock.another(script, others), "python -m common tables writes the report block"
     metadata = re.search(r"^# /// script\n((?:#.*\n)+)# ///$", script, re.MULTILINE)
     assert metadata, "repro.py runs alone: it needs a PEP 723 header"
     needs = [Requirement(r) for r in re.findall(r'"([^"]+)"', metadata[1].partition("dependencies")[2])]
@@ -231,3 +233,28 @@ def test_a_script_finds_an_editable_install():
     beside = {path.parent.name[4:6] for path in found} - {"25"}  # which looks for nvcc
     docs = (ROOT / "docs" / "checkouts.md").read_text(encoding="utf-8")
     assert beside == set(re.findall(r"\d\d", re.search(r"editable install .* but for those of packs (.*?):", docs)[1]))
+
+
+#: Scripts that are longer than a page, and how long each may be: the list only gets shorter.
+LONGER = {
+    "pack03": 112,
+    "pack05": 104,
+    "pack07": 123,
+    "pack14": 112,
+    "pack18": 128,
+    "pack19": 122,
+    "pack24": 128,
+    "pack25": 106,
+    "pack27": 132,
+    "pack28": 162,
+    "pack30": 112,
+    "pack31": 115,
+    "pack38": 120,
+    "pack44": 139,
+}
+
+
+def test_a_script_is_one_page():
+    lines = {pack.name: reportblock.own(pack.script.read_text()).count("\n") for pack in all_packs()}
+    assert {name: count for name, count in lines.items() if count > LONGER.get(name, 100)} == {}
+    assert all(lines[name] > 100 for name in LONGER), "no longer an exception"

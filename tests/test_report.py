@@ -2,6 +2,7 @@
 
 import io
 import re
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -64,8 +65,10 @@ def test_each_proof_is_a_line(pack):
 
 def test_what_a_pack_claims_is_said():
     rows = list(rows_of(next(pack for pack in PACKS if pack.name == "pack04")))
+    assert list(report.claims(rows)) == [], "of a lane that computes in another dtype: no word of bits"
+    rows = [replace(row, verdict=replace(row.verdict, claims=("BITWISE_IDENTICAL",))) for row in rows]
     said = [str(line) for line in report.claims(rows)]
-    assert said == ["✓ 2.3.2.post1 patched: BITWISE_IDENTICAL"]
+    assert said[-1] == "✓ 2.3.2.post1 patched: BITWISE_IDENTICAL"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import jsonschema
 import msgspec
 import pytest
-from helpers import FACTS, ROOT, make_log
+from helpers import FACTS, ROOT, judged, make_log
 from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
@@ -23,7 +23,7 @@ from common.store.grade import Verdict
 from common.store.history import History, Seen
 
 PACK = find("pack09")
-ABSENT = {**FACTS, "verdict": "ABSENT", "comparisons": [FACTS["comparisons"][0], {**FACTS["comparisons"][1], "error": 1e-7}]}
+ABSENT = {**FACTS, "verdict": "ABSENT", "checks": [FACTS["checks"][0], judged(FACTS["checks"][1], error=1e-7)]}
 
 
 def seen(version, outcome="REPRODUCED", *, side="unpatched", machine="here", evidence="interpreter", stale=False, dist=None):

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from common import __version__
 from common.__main__ import missing
 from common.cli.common import INTERRUPTED, OK, USAGE, complain
-from common.errors import UserError, full
+from common.errors import UNWRITABLE, UserError, full
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 
@@ -40,6 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return OK
+        if not full(error) and error.filename and error.errno in UNWRITABLE:
+            complain(f"{error.filename}: {os.strerror(error.errno)}. Name another file or folder.")
+            return USAGE
         if not full(error):
             raise
         complain(f"No space left on the disk of {error.filename or 'the cache'}: free some and run again.")

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from common.cli import report
-from common.cli.common import about_upstreams, base, formatted, pool_options, results_option, warn
+from common.cli.common import about_upstreams, base, formatted, judges, pool_options, results_option, warn
 from common.errors import UserError
 from common.files import CACHE, RESULTS
 from common.install import lanes
@@ -58,7 +58,10 @@ def session(
     """Workers, what holds for each pack's runs on them, where receipts go and the machine's name."""
     if any(pack.kind == "selftest" for pack in packs) and options.results is None:
         raise UserError("The self-test's receipts are no record of a release: name a folder for them with --results.")
-    formatted(packs, out)
+    for pack in packs:
+        judges(pack)
+    if not getattr(options, "dry_run", False):
+        formatted(packs, out)
     results = (options.results or RESULTS).resolve()
     jobs = options.jobs or plans.default_jobs("device")
     there: AbstractContextManager[Pool] = (

@@ -18,6 +18,7 @@ from common.errors import UserError
 from common.files import CACHE, RESULTS, ROOT
 from common.install import environment
 from common.install.machine import MACHINE
+from common.packs import reportblock
 from common.packs.pack import Pack, all_packs
 from common.scrub import plain
 from common.store import audit, history, receipt
@@ -77,7 +78,7 @@ def results_only(parser: argparse.ArgumentParser, session: str | None) -> None:
 def look_at(options: argparse.Namespace, look: Callable[[Path], Iterable[str]], what: str, warnings: Sequence[str] = ()) -> int:
     """Say what ``look`` finds at each stored receipt."""
     out = report.console()
-    results = options.results or RESULTS
+    results = given(options.results).resolve() if options.results else RESULTS
     paths = {root: receipt.stored(root) for root in (results, *receipt.reviews(results))}
     total = sum(map(len, paths.values()))
     if not total:
@@ -129,6 +130,13 @@ def packs(out: Console) -> list[Pack]:
 def about_upstreams(out: Console) -> list[Pack]:
     """All but the self-test, which says nothing of a release."""
     return [pack for pack in packs(out) if pack.kind != "selftest"]
+
+
+def judges(pack: Pack) -> None:
+    """`UserError` where a pack's scripts do not come to their verdict by the report block of today."""
+    own = {path: path.read_text(encoding="utf-8") for path in pack.folder.glob("*.py")}
+    if reportblock.another(own.pop(pack.script, ""), own.values()):
+        raise UserError(f"{pack.name}: its report block is missing or another one: python -m common tables writes it.")
 
 
 def formatted(packs: Sequence[Pack], out: Console) -> None:

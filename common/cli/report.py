@@ -30,6 +30,7 @@ from rich.text import Text
 from common.run.plan import Failure, Row
 from common.scrub import plain
 from common.store.cell import Cell
+from common.store.grade import Verdict
 from common.store.history import History, Seen, said
 
 #: The colour of an outcome; red is for what is not as expected, never for a bug that was to be seen.
@@ -155,7 +156,9 @@ def surprises(rows: Sequence[Row]) -> Iterator[Text]:
     """One line for each verdict that is not what was expected, with the reason that the pack gives."""
     for row in rows:
         if not row.as_expected:
-            text = f"{row.cell.dist} {row.cell.version} {row.cell.side}: expected {row.expected} ({row.why}), saw {row.verdict}"
+            wanted = said(Verdict(outcome=row.expected), row.cell.side)
+            saw = said(row.verdict, row.cell.side)
+            text = f"{row.cell.dist} {row.cell.version} {row.cell.side}: expected {wanted} ({row.why}), saw {saw}"
             if row.verdict.outcome == "ABSENT" and row.expected == "REPRODUCED":
                 text += ". If upstream fixed it, update [expected] and retire the workaround"
             if row.verdict.reason.endswith(("timeout", "oom")):
@@ -164,7 +167,8 @@ def surprises(rows: Sequence[Row]) -> Iterator[Text]:
                 hint = ": check() takes a number as its error" if "must be real number, not str" in row.message else ""
                 text += f" ({row.message.rstrip('.')}{hint})"
             if row.ran and row.receipt:
-                text += f". Log: {where(next(row.receipt.parent.glob(f'{row.cell.stem}.*.log'), row.receipt))}"
+                logs = row.receipt.parent.glob(f"{row.cell.stem}.{'?' * 12}.log")  # 12 digits of a hash: not a variant's
+                text += f". Log: {where(next(logs, row.receipt))}"
             yield Text(plain(f"✗ {text}.", None), "red")
 
 

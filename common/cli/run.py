@@ -104,6 +104,7 @@ def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:
 def call(options: argparse.Namespace, extra: list[str]) -> int:
     pack = find(options.pack)
     common.check(options)
+    common.judges(pack)
     for name in ("checkout", "source", "release_path", "results", "picture"):
         if (path := getattr(options, name)) is not None:
             setattr(options, name, common.given(path))
@@ -229,6 +230,8 @@ def _fix(pack: Pack, options: argparse.Namespace) -> None:
     """Look at what is to be applied before anything is run: mistakes in it are told at once."""
     if options.patch is not None and options.without is not None:
         raise UserError("--without leaves out a part of the pack's own fix; it has no meaning beside --patch.")
+    if options.patch is not None and str(options.patch) in ("", "."):
+        raise UserError("--patch was given without a name: is a shell variable unset?")
     if options.patch is not None:
         options.patch = common.given(sources.of_diff(options.patch, CACHE))
         overlay.read_diff(options.patch)
@@ -292,6 +295,8 @@ def _checkout(pack: Pack, variant: str, options: argparse.Namespace, out: Consol
             raise UserError(f"--{asked[0]} runs what it names as it is; it has no meaning beside --{other}.")
     if options.commit == "":
         raise UserError("--commit was given without a name: is a shell variable unset?")
+    if options.pr is not None and options.pr < 1:
+        raise UserError(f"--pr {options.pr} is not the number of a pull request.")
     if own and own.source:
         raise UserError(f"The variant {variant} is a commit itself; --{asked[0]} names another.")
     if pack.as_files or pack.kind == "selftest":

@@ -339,7 +339,8 @@ def table(found: Sequence[Outcome], left_out: dict[str, dict[str, str]], before:
     lines = [
         "# Mutants",
         "",
-        "Every fix broken and every trigger blunted, by `nox -s mutants`, which writes this page: each has to turn its side red. In",
+        "Fixes broken and triggers blunted, by `nox -s mutants -- PACK`, which writes a row of this page: each mutant has to turn its side red. A row",
+        "is of the day that it was run, and scripts may have changed since. In",
         "front of the poisons of each output stands a wrapper that changes nothing and has to stay green; it is not counted.",
         "",
         f"| pack | {' | '.join(kinds)} | left out, and why |",

@@ -39,9 +39,13 @@ class Finding:
     #: The nearest releases that were seen without the bug: newer, older.
     newer: str
     older: str
+    #: Which other packs' bugs those two have.
+    newer_has: tuple[str, ...] = ()
+    older_has: tuple[str, ...] = ()
 
     def right_in(self) -> str:
-        named = [f"{self.newer} (newer)"] * bool(self.newer) + [f"{self.older} (older)"] * bool(self.older)
+        asked = (self.newer, "newer", self.newer_has), (self.older, "older", self.older_has)
+        named = [f"{v} ({where}{', which has those of ' * bool(has)}{', '.join(has)})" for v, where, has in asked if v]
         return ", ".join(named) or "no release that was run"
 
 
@@ -73,8 +77,8 @@ def findings(
     """One for each pack about a package that is installed, or wanted in no one version (``open_``: name -> what is asked for) or in
     more than one (``several``).
     """
-    found = []
-    for entry in index:
+    found, entries = [], list(index)
+    for entry in entries:
         name = canonicalize_name(entry.package)
         if name in versions:
             found.append(_finding(entry, versions[name]))
@@ -84,7 +88,15 @@ def findings(
             found.append(replace(worst, why=f"{worst.why}; {why}" if worst.why else why))
         elif open_ and name in open_:
             found.append(_told(entry, open_[name], "unknown", "which version is not said", None))
+    found = [replace(f, newer_has=_wrong(entries, f, f.newer), older_has=_wrong(entries, f, f.older)) for f in found]
     return sorted(found, key=lambda f: (f.package, f.pack))
+
+
+def _wrong(entries: Sequence[Entry], finding: Finding, version: str) -> tuple[str, ...]:
+    """The other packs about a package that saw their bug in a release of it."""
+    others = [entry for entry in entries if version and entry.package == finding.package and entry.pack != finding.pack]
+    runs = {entry.pack: _best(r) for entry in others for r in entry.releases if r.version == version}
+    return tuple(pack for pack, run in runs.items() if run and run.outcome == "REPRODUCED")
 
 
 def _finding(entry: Entry, version: str) -> Finding:

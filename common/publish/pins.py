@@ -204,7 +204,7 @@ def text(advice: Advice) -> Iterator[str]:
     if advice.others:
         yield f"  It has bugs that were not asked about: {', '.join(advice.others)}."
     for beside in advice.beside:
-        yield f"  Seen to work beside it, whatever its own metadata asks for: {beside}."
+        yield f"  Run or lowered beside it, by the evidence above, whatever its own metadata asks for: {beside}."
     for name, title in advice.titles.items():
         yield f"  {name}  {title}"
     for names, versions in _alike(advice):

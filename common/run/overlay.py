@@ -249,6 +249,8 @@ def _kind(change: _Change, prefix: str, shipped: set[str], overlay: Path) -> str
         return "unsupported"
     if not there and not name.endswith((".py", ".pyi", ".json", ".txt", ".md")):
         return "unsupported"  # Sources of compiled code, mostly.
+    if not change.old and PurePosixPath(str(places[-1])).parts[0] not in shipped:
+        return "unsupported"  # A package of its own beside the release's, which no wheel of it would hold.
     if change.old and not there:
         # A part of the repository that this release does not hold, or a file that is gone, which git will say.
         return "applied" if change.new and (overlay / str(before)).parent.is_dir() else "skipped"

@@ -212,7 +212,7 @@ def _side(
         except InfraError as error:
             ran = _Ran(closing={"exit": None, "stopped": "infra", "reason": "install", "message": str(error)})
         scrub = _scrubber(plan, place, ran.environment)
-        log = _log(plan, cell, ran, scrub)
+        log = _log(plan, cell, ran, scrub, before.verdict.triggers if before else 0)
         verdict = grade(log)
         row = _row(plan, release, cell, ran, verdict)
         if verdict.outcome == "INFRA":  # What was stored before stays as it is.
@@ -530,8 +530,8 @@ def _subject(plan: Plan, release: Release, cell: Cell, there: Environment | None
     return receipt.Subject(name=file or f"{cell.dist}-{cell.version}", uri=uri, digest=digest)
 
 
-def _log(plan: Plan, cell: Cell, ran: _Ran, scrub: Scrubber) -> str:
-    """The opening line (what was asked for), what the script printed, and the closing line (how it ended)."""
+def _log(plan: Plan, cell: Cell, ran: _Ran, scrub: Scrubber, triggers: int) -> str:
+    """The opening line (what was asked for), what the script printed, and the closing line (how it ended); ``triggers`` ran unpatched."""
     opening = {
         "form": 2,
         "pack": cell.pack,
@@ -544,6 +544,7 @@ def _log(plan: Plan, cell: Cell, ran: _Ran, scrub: Scrubber) -> str:
         "gpus": machine.architectures(machine.gpu()),
         **({"patch": ran.patch} if ran.patch else {}),
         **({"sandbox": True} if plan.sandbox else {}),
+        **({"triggers": triggers} if triggers else {}),
         **({"validate": True, "lines": ran.lines} if ran.validate else {}),
     }
     return f"{json.dumps({'runner': opening})}\n{_ended(ran.output)}{json.dumps({'runner': dict(ran.closing)})}\n"

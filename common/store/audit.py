@@ -42,19 +42,18 @@ def _follows(path: Path, document: Receipt, log: str) -> Iterator[str]:
         yield f"its log cannot be read: {error}"
         return
     for name in ("pack", "dist", "version", "side", "variant", "lane"):
-        if name in opening and opening[name] != getattr(facts, name):  # Earlier logs do not name the variant.
-            yield f"its {name} is {getattr(facts, name)!r}, and its log is of {plain(str(opening[name]))!r}"
-    if opening.get("form") == 2:  # Earlier logs did not say so.
-        patch = {name: value for name, value in (opening.get("patch") or {}).items() if name != "unpatched"}
-        recorded = msgspec.to_builtins(facts.patch) if facts.patch else None
-        for name, own, value in (
-            ("patch", recorded, patch or None),
-            ("sandbox", facts.sandbox or None, opening.get("sandbox")),
-        ):
-            if own != value:
-                yield f"its {name} is {plain(repr(own))}, and its log names {plain(repr(value))}"
-        if facts.command and opening.get("arguments") != facts.command[-len(opening["arguments"]) or len(facts.command) :]:
-            yield "its command does not end with the arguments that its log names"
+        if opening.get(name) != getattr(facts, name):
+            yield f"its {name} is {getattr(facts, name)!r}, and its log is of {plain(str(opening.get(name)))!r}"
+    patch = {name: value for name, value in (opening.get("patch") or {}).items() if name != "unpatched"}
+    recorded = msgspec.to_builtins(facts.patch) if facts.patch else None
+    for name, own, value in (
+        ("patch", recorded, patch or None),
+        ("sandbox", facts.sandbox or None, opening.get("sandbox")),
+    ):
+        if own != value:
+            yield f"its {name} is {plain(repr(own))}, and its log names {plain(repr(value))}"
+    if facts.command and opening.get("arguments") != facts.command[-len(opening["arguments"]) or len(facts.command) :]:
+        yield "its command does not end with the arguments that its log names"
     uri = document.subject[0].uri
     named = [f"pkg:{kind}/{facts.dist}@{facts.version}" for kind in ("pypi", "generic")]
     if not uri.startswith("pkg:github/") and uri.partition("?repository_url=")[0] not in named:
@@ -152,7 +151,14 @@ def verify(path: Path, published: Published, *, reviewed: bool = False, known: K
     log = receipt.read_log(path, document)
     receipt.check_place(path, document)
     yield from _follows(path, document, log)
-    cell, digest = document.cell, document.subject[0].digest.sha256
+    cell, digest, facts = document.cell, document.subject[0].digest.sha256, document.facts
+    if facts.log.name != receipt.log_name(cell, log)[0]:
+        yield f"its log {plain(facts.log.name)} is not named by its hash"
+    if not document.predicate.configuration:
+        yield "it names no script that it is of"
+    names = [[gpu.get("name", "") for gpu in gpus] for gpus in (facts.environment.gpus, receipt.described(path).gpus)]
+    if facts.environment.distributions and names[0] != names[1]:
+        yield f"it was made on {', '.join(names[0]) or 'no GPU'}, and lies with the receipts of {', '.join(names[1]) or 'no GPU'}"
     if not reviewed:
         yield from _recorded(document, known or Known(), published)
     elif digest and (wanted := published.sha256(cell.dist, cell.version)) and digest not in wanted:

@@ -3,7 +3,7 @@
 A log is the runner's opening line (JSON: what was asked for), what the script printed, and the runner's closing line (JSON:
 how it ended). A verdict needs three proofs, and a log that disagrees with itself is an ERROR, never a pass:
 
-1. the trigger ran: comparisons were made, on code of the version asked for, imported from where it should come from;
+1. the trigger ran: checks were made, on code of the version asked for, imported from where it should come from;
 2. a control passed in the same run;
 3. exit code, JSON line and sentinel agree.
 
@@ -28,7 +28,8 @@ ROLES = ("trigger", "control", "signature")
 #: Before the checks that failed beside a measurement.
 NOT_RIGHT = "it measured something that is not right: "
 #: What a script may claim beyond its verdict.
-CLAIMS = ("BITWISE_IDENTICAL", "MEMORY_SAVE_VERIFIED", "LEGALITY_PROVED")
+BITWISE = "BITWISE_IDENTICAL"
+CLAIMS = (BITWISE, "MEMORY_SAVE_VERIFIED", "LEGALITY_PROVED")
 #: Weakest first; "device" is followed by ":sm_90" and the like.
 EVIDENCE = ("none", "source", "interpreter", "codegen", "emulated", "device")
 
@@ -41,6 +42,15 @@ def strength(evidence: str) -> int:
 #: Signals by which a program's own fault ends it. Any other came from outside: a person, a scheduler, a system short of memory.
 CRASHES = ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP")
 
+#: The levels of what a lane runs; a lane by another name leaves none.
+LANES = {
+    "device": ("source", "codegen", "emulated", "device"),
+    "cpu": ("source", "emulated", "device"),
+    "fake-cuda|megatron-cpu|te-cpu": ("source", "emulated"),
+    "tilelang-cpu|triton-interpreter(-[a-z0-9]+)?": ("source", "interpreter", "emulated"),
+    "(tilelang|triton)-codegen": ("source", "codegen", "emulated"),
+}
+
 _SENTINEL = re.compile(r"^(BUG_REPRODUCED|BUG_ABSENT|FIX_VALIDATED|MEASURED|(?:CHANGED|UNTESTABLE)(?:: .+)?)$")
 #: The runner's own word for why the script was not run, or was ended.
 _STOPS = {"timeout": "timeout", "memory": "oom", "install": "install", "anchor": "anchor", "source": "source"}
@@ -51,7 +61,7 @@ class Verdict:
     """What one run showed.
 
     ``bug_error`` is the largest trigger error, ``limit`` and ``control_error`` those beside it: relative to the reference,
-    None where the pack does not measure an error. ``proofs`` says for each of the three proofs what it rests on.
+    None where the pack does not measure an error. ``proofs`` says for each of the three proofs what it rests on; ``triggers`` how many ran.
     """
 
     outcome: str
@@ -64,6 +74,7 @@ class Verdict:
     claims: tuple[str, ...] = ()
     passed: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
+    triggers: int = 0
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -116,7 +127,8 @@ def _grade(opening: dict[str, Any], body: list[str], closing: dict[str, Any]) ->
         return verdict
     if not isinstance(second, dict) or not isinstance(opening.get("lines"), int):
         raise Disagreement("FIX_VALIDATED without validate.py, which the pack has")
-    deep = _of_script({**opening, "patch": None}, body[opening["lines"] :], second)
+    # A lane of its own may run it, which computes what the first one compiles.
+    deep = _of_script({**opening, "patch": None, "triggers": 0, "also": "interpreter"}, body[opening["lines"] :], second)
     if deep.outcome == "ABSENT":
         ran = f"{len(deep.passed)} checks of validate.py passed"
         found = {**verdict.metrics, **({"validate": dict(deep.metrics)} if deep.metrics else {})}
@@ -125,6 +137,7 @@ def _grade(opening: dict[str, Any], body: list[str], closing: dict[str, Any]) ->
         worst = max(verdict, deep, key=lambda each: (each.bug_error or 0.0) / each.limit if each.limit else -1.0)
         return replace(
             verdict,
+            evidence=min(verdict.evidence, deep.evidence, key=strength),
             proofs={**verdict.proofs, "validation": ran},
             metrics=found,
             passed=passed,
@@ -200,9 +213,12 @@ def _proved(opening: dict[str, Any], body: list[str], exit_code: object, sentine
         r"source|interpreter|codegen|emulated|device:(?:sm_[0-9a-z]+|cpu)", evidence
     ):
         raise Disagreement(f"the JSON line has an unknown evidence level {evidence!r}")
-    on_cpu = evidence == "device:cpu"
-    if evidence.startswith("device") and opening.get("lane") not in (("cpu",) if on_cpu else (None, "device")):
-        raise Disagreement(f"evidence {evidence!r} cannot come from the lane {opening.get('lane')!r}")
+    on_cpu, lane = evidence == "device:cpu", str(opening.get("lane"))
+    known = next((levels for name, levels in LANES.items() if re.fullmatch(name, lane)), ())
+    if evidence.partition(":")[0] not in (*known, opening.get("also")) or (
+        known and evidence.startswith("device") and on_cpu != (lane == "cpu")
+    ):
+        raise Disagreement(f"evidence {evidence!r} cannot come from the lane {lane!r}")
     if evidence.startswith("device") and not on_cpu and "gpus" in opening and evidence.partition(":")[2] not in opening["gpus"]:
         raise Disagreement(f"evidence {evidence!r} without such a GPU: the machine has {', '.join(opening['gpus']) or 'none'}")
     origin = _origin(opening, facts)
@@ -211,6 +227,8 @@ def _proved(opening: dict[str, Any], body: list[str], exit_code: object, sentine
     if outcome == "MEASURED":
         return _measured(evidence, origin, facts)
     verdict = _weighed(outcome, evidence, origin, facts, sentinel)
+    if verdict.outcome == "ABSENT" and verdict.triggers < opening.get("triggers", 0):
+        raise Disagreement(f"{verdict.triggers} triggers ran, and {opening['triggers']} on the unpatched side")
     return _of_patch(opening, verdict) if "unpatched" in (opening.get("patch") or {}) else verdict
 
 
@@ -226,7 +244,7 @@ def _of_patch(opening: dict[str, Any], verdict: Verdict) -> Verdict:
 
 
 def _facts(body: Sequence[str], sentinel: str) -> dict[str, Any]:
-    found = [facts for line in body if 1 in ((facts := _object(line)).get("report"), facts.get("reproducer"))]
+    found = [facts for line in body if (facts := _object(line)).get("report") == 1]
     if len(found) != 1:
         raise Disagreement(f"the log holds {len(found)} JSON lines beside the sentinel {sentinel!r}, not one")
     return found[0]
@@ -264,45 +282,34 @@ class _Check:
     error: float | None
     limit: float | None
     ok: bool
-    #: What a receipt lists it under; in the older form a trigger "passed" where it showed the bug.
-    passed: bool
 
 
 def _checks(facts: dict[str, Any]) -> list[_Check]:
     """The checks of the JSON line. An error that is missing or not finite is infinite, and so has failed."""
-    listed, read = facts.get("checks"), _check
-    if "reproducer" in facts:  # Logs from before the report block.
-        listed, read = facts.get("comparisons"), _comparison
+    listed = facts.get("checks")
     if not isinstance(listed, list):
         raise Disagreement("the JSON line has no list of checks")
     found = []
     for raw in listed:
         try:
-            found.append(read(raw))
+            found.append(_check(raw))
         except (KeyError, TypeError, ValueError) as error:
-            raise Disagreement(f"the JSON line has a check that cannot be read: {plain(json.dumps(raw))[:120]}") from error
+            why = f" ({error})" if type(error) is ValueError and error.args else ""
+            raise Disagreement(f"the JSON line has a check that cannot be read{why}: {plain(json.dumps(raw))[:120]}") from error
     return found
 
 
 def _check(raw: Any) -> _Check:
     if raw["ok"] is not True and raw["ok"] is not False:
-        raise ValueError
+        raise ValueError("its ok is neither true nor false")
     if raw["role"] not in ROLES:
-        raise ValueError
-    check = _numeric(raw) if "limit" in raw else _Check(plain(str(raw["name"])), raw["role"], None, None, raw["ok"], raw["ok"])
+        raise ValueError(f"its role is none of {', '.join(ROLES)}")
+    if not str(raw["name"]).strip():
+        raise ValueError("it has no name")
+    check = _numeric(raw) if "limit" in raw else _Check(plain(str(raw["name"])), raw["role"], None, None, raw["ok"])
     if check.ok is not raw["ok"]:
-        raise ValueError
+        raise ValueError("its ok is not what its error and limit say")
     return check
-
-
-def _comparison(raw: Any) -> _Check:
-    """The older form, where ``holds`` of a trigger said that the bug is there."""
-    if "limit" in raw:
-        return _numeric(raw)
-    if raw["holds"] is not True and raw["holds"] is not False:
-        raise ValueError
-    role = str(raw["role"])
-    return _Check(plain(str(raw["name"])), role, None, None, raw["holds"] is not (role == "trigger"), raw["holds"])
 
 
 def _numeric(raw: Any) -> _Check:
@@ -310,8 +317,8 @@ def _numeric(raw: Any) -> _Check:
     error = math.inf if given is None else _number(given)
     # A check with an endless limit could not fail.
     if not (0 < limit < math.inf and error >= 0):
-        raise ValueError
-    return _Check(plain(str(raw["name"])), str(raw["role"]), error, limit, error <= limit, error <= limit)
+        raise ValueError("its limit is 0 or endless, or its error below 0")
+    return _Check(plain(str(raw["name"])), str(raw["role"]), error, limit, error <= limit)
 
 
 def _number(value: Any) -> float:
@@ -321,15 +328,12 @@ def _number(value: Any) -> float:
 
 
 def _weighed(outcome: str, evidence: str, origin: str, facts: dict[str, Any], sentinel: str) -> Verdict:
-    """The three proofs of a REPRODUCED or ABSENT, recomputed from the comparisons."""
+    """The three proofs of a REPRODUCED or ABSENT, recomputed from the checks."""
     checks = _checks(facts)
-    word = "comparison" if "reproducer" in facts else "check"
-    if strange := [c.role for c in checks if c.role not in (*ROLES, "note")]:
-        raise Disagreement(f"a check has the role {plain(strange[0])!r}, which is none of {', '.join(ROLES)}")
     by_role = {role: [c for c in checks if c.role == role] for role in ROLES}
     triggers, controls = by_role["trigger"], by_role["control"]
     if not triggers:
-        raise Disagreement(f"{sentinel} without a {word} that triggers the bug: nothing ran")
+        raise Disagreement(f"{sentinel} without a check that triggers the bug: nothing ran")
     if not controls:
         raise Disagreement(f"{sentinel} without a control")
     if failed := [c.name for c in controls if not c.ok]:
@@ -344,7 +348,7 @@ def _weighed(outcome: str, evidence: str, origin: str, facts: dict[str, Any], se
     control = max((c.error or 0.0 for c in controls if c.limit is not None), default=None)
     seen = any(not c.ok for c in triggers)
     if seen != (outcome == "REPRODUCED"):
-        raise Disagreement(f"the {word}s {'show' if seen else 'do not show'} the bug, and the sentinel is {sentinel}")
+        raise Disagreement(f"the checks {'show' if seen else 'do not show'} the bug, and the sentinel is {sentinel}")
     finite = None if bug is None or bug == float("inf") else bug
     verdict = Verdict(
         outcome=outcome,
@@ -353,13 +357,14 @@ def _weighed(outcome: str, evidence: str, origin: str, facts: dict[str, Any], se
         limit=limit,
         control_error=control,
         proofs={
-            "trigger": f"{len(triggers)} trigger {word}(s) ran on {origin}",
+            "trigger": f"{len(triggers)} trigger check(s) ran on {origin}",
             "control": "passed: " + "; ".join(c.name for c in controls),
             "agreement": f"exit {EXIT[outcome]}, JSON {outcome} and {sentinel} agree",
         },
-        claims=_claims(facts, checks) if outcome == "ABSENT" else (),
-        passed=tuple(c.name for c in checks if c.passed),
-        failed=tuple(c.name for c in checks if not c.passed),
+        claims=_claims(facts, checks, evidence) if outcome == "ABSENT" else (),
+        passed=tuple(c.name for c in checks if c.ok),
+        failed=tuple(c.name for c in checks if not c.ok),
+        triggers=len(triggers),
         metrics=_metrics(facts),
     )
     if outcome == "REPRODUCED":
@@ -376,22 +381,19 @@ def _ratio(check: _Check) -> float:
     return (check.error or 0.0) / (check.limit or 1.0)
 
 
-def _claims(facts: dict[str, Any], checks: Sequence[_Check]) -> tuple[str, ...]:
+def _claims(facts: dict[str, Any], checks: Sequence[_Check], evidence: str) -> tuple[str, ...]:
     """What is claimed beyond the verdict: each claim names the checks that it rests on by words of their names."""
     claims = facts.get("claims") or {}
-    if "reproducer" in facts:  # Logs from before the report block did not say.
-        return tuple(c for c in CLAIMS if c in claims)
     if not isinstance(claims, dict):
         raise Disagreement("a claim has to name the checks that it rests on")
     for claim, words in claims.items():
-        if (
-            claim not in CLAIMS
-            or not words
-            or not any(str(words) in c.name for c in checks if c.role != "note")
-            or not all(c.ok for c in checks if str(words) in c.name)
-        ):
+        rests = [c for c in checks if str(words) in c.name] if words else []
+        if claim not in CLAIMS or not rests or not all(c.ok for c in rests):
             raise Disagreement(f"the claim {plain(str(claim))} rests on no check, or on one that failed")
-    return tuple(c for c in CLAIMS if c in claims)
+        if claim == BITWISE and any(c.limit is not None for c in rests):
+            raise Disagreement(f"the claim {claim} rests on a check with a limit")
+    # Lanes without a GPU compute some dtypes in another one, so that they show nothing of bits.
+    return tuple(c for c in CLAIMS if c in claims and (c != BITWISE or evidence.startswith("device")))
 
 
 def _without_margin(verdict: Verdict) -> Verdict:

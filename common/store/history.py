@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from common.errors import UserError
 from common.install import lanes
+from common.packs import reportblock
 from common.packs.pack import Pack
 from common.scrub import plain
 from common.store import receipt
@@ -188,9 +189,8 @@ class _Freshness:
             of_lanes = lanes.files_of(held, facts.lane, facts.side, facts.variant) if known else []
             self._today[key] = held.hashes(facts.side, of_lanes, facts.variant) if known else {}
         today = self._today[key]
-        if facts.schema == 1:  # Which did not name them.
-            today = {name: digest for name, digest in today.items() if name != "settings"}
-        return document.hashes != today
+        was = {n: today.get(n, d) if d in reportblock.EARLIER.get(n, ()) else d for n, d in document.hashes.items()}
+        return was != today
 
 
 def strongest(runs: Iterable[Seen]) -> str:

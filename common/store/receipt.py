@@ -130,7 +130,7 @@ class Surroundings(_Strict):
 class Facts(_Strict):
     """Our part of the predicate. Errors are relative to the reference, ``seconds`` wall-clock time, ``peak_rss`` in bytes."""
 
-    schema: Literal[1, 2]
+    schema: Literal[2]
     runner: str
     pack: Annotated[str, like("pack[0-9]{2}")]
     dist: Word
@@ -198,6 +198,17 @@ class Receipt(_Strict, rename={"type_": "_type", "predicate_type": "predicateTyp
     def hashes(self) -> dict[str, str]:
         """The sha256 of all that decided the run; where they are not the pack's of today, the receipt is stale."""
         return {entry.name: entry.digest.sha256 for entry in self.predicate.configuration}
+
+
+class Machine(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a machine.json says."""
+
+    schema: Literal[1, 2]
+    system: str
+    architecture: str
+    cpus: int
+    memory_gib: int
+    gpus: list[dict[str, str]]
 
 
 #: Made once, when nobody else decodes: two threads that are the first to ask msgspec for a type crash the process (msgspec 0.22.0).
@@ -354,6 +365,17 @@ def check_place(path: Path, receipt: Receipt) -> None:
     cell = receipt.cell
     if path.name != f"{cell.stem}.json" or path.parent.name != cell.pack:
         raise UserError(f"The receipt {path} is of {cell.pack}/{cell.stem}.json: put it there, or delete it.")
+
+
+def described(path: Path) -> Machine:
+    """What the machine.json says that a receipt at ``path`` lies beside; `UserError` where it is not whole."""
+    file = path.parent.parent / "machine.json"
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Machine)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise UserError(
+            f"{file} cannot be read ({plain(str(error))}): it says what the machine of the receipts was."
+        ) from error
 
 
 def read_log(path: Path, receipt: Receipt, named: NamedLog | None = None) -> str:

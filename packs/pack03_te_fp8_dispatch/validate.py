@@ -165,6 +165,15 @@ def still_taken():
         same = len(launched) == 1 and torch.equal(launched[0][0][:, :, : q.shape[2]], q) and torch.equal(launched[0][1], kv)
         contiguous = same and all(t.is_contiguous() for t in launched[0][:2])
         check("control", f"{what}: bf16 reaches the kernel, contiguous, and without a warning", contiguous and not warned)
+    # Plain tensors may have no address: of the device "meta", and where there are no batches.
+    for where, nowhere in (
+        ("meta", [t.to("meta") for t in (query, key, indices)]),
+        ("no batch", [query[:, :0], key[:, :0], indices[:0]]),
+    ):
+        for name, call, given, _ in calls(*nowhere):
+            _, launched, warned = used(call, *given)
+            same = len(launched) == 1 and all(type(t) is torch.Tensor and t.dtype == torch.bfloat16 for t in launched[0][:2])
+            check("control", f"{where}, {name}: bf16 reaches the kernel without a warning", same and not warned)
 
 
 def main():

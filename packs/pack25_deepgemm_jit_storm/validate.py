@@ -1,12 +1,14 @@
 """The deep check of pack25's fix: compilations that fail, ranks that are killed or come late, two kernels at once, more ranks, no locks, a cache that is read-only or
-at its default place, other headers, flags and compilers, a rank that forks, interpreters of their own, one compilation that takes a minute.
+at its default place, other headers, flags and compilers, a rank that forks, threads, interpreters of their own, one compilation that takes a minute.
 
 Runs after repro.py on the patched side.
 """
 
 import argparse
+import contextlib
 import ctypes
 import errno
+import importlib
 import multiprocessing
 import os
 import shlex
@@ -16,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -32,10 +35,10 @@ def nvcc(folder, before):
     wrapper.write_text(f'{head}\ncase "$*" in *--version*) ;; *) {before} ;; esac\nexec {rest}')
 
 
-def calls(folder, name, want=1, build=None, ranks=RANKS, kernels=1):
+def calls(folder, name, want=1, build=None, ranks=RANKS, kernels=1, **given):
     """Check that ranks call nvcc ``want`` times and none fails; ``build(original)`` takes the place of repro.build in them."""
     with mock.patch.object(repro, "build", build(repro.build) if build else repro.build):
-        count, failed = repro.compiles(folder, [f"{folder}/cache"] * ranks, kernels)
+        count, failed = repro.compiles(folder, [f"{folder}/cache"] * ranks, kernels, **given)
     check("trigger", f"{name}: {count} calls, {want} needed{'; ' + failed[0] if failed else ''}", (count, failed) == (want, []))
 
 
@@ -100,25 +103,23 @@ def late(folder):
 
 def killed(folder):
     """The first rank that compiles is killed: its lock goes with it, though a process that it forked lives on."""
-    began, over = Path(folder, "began"), Path(folder, "over")
-    nvcc(
-        folder,
-        f": > {shlex.quote(str(began))}; sleep 1; mkdir {shlex.quote(folder)}/once 2>/dev/null && kill -9 $PPID && sleep 600",
-    )
+    place = shlex.quote(folder)
+    lives = f"while [ -d {place} ]; do sleep 0.2; done"
+    nvcc(folder, f": > {place}/began; sleep 1; mkdir {place}/once 2>/dev/null && kill -9 $PPID && {lives}")
     with mock.patch.object(repro, "build", forking(folder, repro.build)):
-        count, failed = repro.compiles(folder, [f"{folder}/cache"] * RANKS, 1)
+        count, failed = repro.compiles(folder, [f"{folder}/cache"] * RANKS, 1, 100)
     name = f"a rank is killed while it compiles: {count} calls, 2 needed; {', '.join(failed)}"
-    check("trigger", name, (count, failed, over.exists()) == (2, ["exit -9"], False))
+    check("trigger", name, (count, failed) == (2, ["exit -9"]))
 
 
-def at_once(folder):
+def at_once(folder, name="two kernels at once", build=None, ranks=RANKS):
     """Two kernels are compiled at the same time: each call of nvcc waits for another kind to have begun."""
     place = shlex.quote(folder)
     mark = f'k=$(basename "$(dirname "$1")"); : > {place}/began.$k'
-    wait = f"n=0; while [ $(ls {place}/began.* | wc -l) -lt 2 ] && [ $n -lt 200 ]; do sleep 0.1; n=$((n+1)); done; [ $n -lt 200 ] || : > {place}/alone"
+    wait = f"n=0; while [ $(ls {place}/began.* | wc -l) -lt 2 ] && [ $n -lt 900 ]; do sleep 0.1; n=$((n+1)); done; [ $n -lt 900 ] || : > {place}/alone"
     nvcc(folder, f"{mark}; {wait}")
-    calls(folder, "two kernels at once", 2, lambda build: lambda kernel: build(int(first(folder, "other"))))
-    check("trigger", "two kernels at once: neither waits for the other", not Path(folder, "alone").exists())
+    calls(folder, name, 2, build or (lambda build: lambda kernel: build(int(first(folder, "other")))), ranks)
+    check("trigger", f"{name}: neither waits for the other", not Path(folder, "alone").exists())
 
 
 def no_locks(folder):
@@ -127,16 +128,76 @@ def no_locks(folder):
     def refused(*_):
         raise OSError(errno.ENOSYS, "no locks here")
 
-    with mock.patch("fcntl.flock", refused), mock.patch("fcntl.lockf", refused):
+    def anew(build):
+        """The module is imported again, for it may have the functions under names of its own."""
+
+        def built(kernel):
+            include = repro.compiler.get_jit_include_dir
+            importlib.reload(repro.compiler).get_jit_include_dir = include
+            build(kernel)
+
+        return built
+
+    names = "fcntl.flock", "fcntl.lockf", "fcntl.fcntl", "os.lockf"
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch(name, refused))
+        stack.enter_context(mock.patch.object(repro, "build", anew(repro.build)))
         _, failed = repro.compiles(folder, [f"{folder}/cache"] * RANKS, 1)
-    check("trigger", f"a file system without locks: {len(failed)} ranks fail", not failed)
+    check("trigger", f"a file system without locks: {len(failed)} ranks fail{': ' + failed[0] if failed else ''}", not failed)
+
+
+def threads(folder):
+    """Two threads of a rank, and other ranks, want one kernel; two threads want two, which are compiled at the same time."""
+    nvcc(folder, "sleep 1")
+    calls(folder, "two threads a rank, one kernel", build=lambda build: lambda kernel: threaded(build, kernel, kernel))
+
+
+def threaded(build, *kernels):
+    """Build them in a thread each; the first error of one is raised."""
+    with ThreadPoolExecutor(len(kernels)) as pool:
+        list(pool.map(build, kernels))
+
+
+def threads_at_once(folder):
+    at_once(folder, "two kernels in two threads", lambda build: lambda kernel: threaded(build, 0, 1), ranks=1)
+
+
+def child(folder):
+    """A rank forks a process while a thread of it compiles, as a DataLoader does, and it builds that kernel, too."""
+    nvcc(folder, f": > {shlex.quote(folder)}/began; sleep 1")
+
+    def goes(build):
+        def built(kernel):
+            if kernel == 0:
+                with ThreadPoolExecutor(1) as pool:
+                    done = pool.submit(build, 0)
+                    until(Path(folder, "began"))
+                    pid = os.fork()
+                    if not pid:
+                        signal.alarm(60)  # ends this process
+                        build(0)
+                        os._exit(0)
+                    done.result()
+                if os.waitpid(pid, 0)[1]:
+                    raise ValueError("the process that was forked waits for ever, or fails")
+
+        return built
+
+    calls(folder, "a process that was forked while its parent compiles", build=goes, ranks=1)
 
 
 def read_only(folder):
     """A cache that is warm may be read-only."""
     root = f"{folder}/cache"
     repro.compiles(folder, [root])
-    calls(folder, "a warm cache, read-only", 0, lambda build: lambda kernel: locked(root) or build(kernel), kernels=2)
+    for place, _, files in os.walk(root):
+        for name in files:
+            Path(place, name).chmod(0o444)
+        Path(place).chmod(0o555)
+    calls(folder, "a warm cache, read-only", 0, lambda build: lambda kernel: obeying() or build(kernel), kernels=2)
+    for place, _, _ in os.walk(root):
+        Path(place).chmod(0o755)
 
 
 def at_home(folder):
@@ -162,15 +223,17 @@ def slow(answer):
 
 
 def inside(folder):
-    """All that ranks open to write lies in the cache: a lock elsewhere is not seen by other machines, or is another user's."""
+    """All that ranks open to write lies in the cache: a lock elsewhere is not seen by other machines, or is another user's. And no kernel is written where others look."""
     root = f"{folder}/cache"
 
     def refuse(event, given):
-        if event == "open" and given[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) and not str(given[0]).startswith(root):
-            raise PermissionError(f"{given[0]} is opened to write")
+        if event == "open" and given[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            path = str(given[0])
+            if not path.startswith(root) or path.endswith("/kernel.so"):
+                raise PermissionError(f"{path} is opened to write")
 
     hooked = lambda build: lambda kernel: sys.addaudithook(refuse) or build(kernel)  # noqa: E731
-    calls(folder, "nothing is written outside of the cache", build=hooked)
+    calls(folder, "nothing is written outside of the cache, or in a kernel's own place", build=hooked)
 
 
 def alone(folder):
@@ -248,14 +311,14 @@ def interleaved(folder):
 
 
 def forking(folder, build):
-    """A build of which the first rank forks a process while it compiles, which lives for 20 s, as a DataLoader's does; the others come then."""
-    began, over = Path(folder, "began"), Path(folder, "over")
+    """A build of which the first rank forks a process while it compiles, as a DataLoader's, which lives until the case is over; the others come then."""
+    began = Path(folder, "began")
 
     def worker():
         until(began)
         if not os.fork():
-            time.sleep(20)
-            over.touch()
+            while Path(folder).exists():
+                time.sleep(0.1)
             os._exit(0)
 
     def built(kernel):
@@ -264,8 +327,6 @@ def forking(folder, build):
         else:
             until(began)
         build(kernel)
-        if over.exists():
-            raise ValueError("it waited for another rank's process")
 
     return built
 
@@ -273,7 +334,7 @@ def forking(folder, build):
 def forks(folder):
     """A rank forks a process while it compiles: the others wait for its kernel, not for that process."""
     nvcc(folder, f": > {shlex.quote(folder)}/began; sleep 1")
-    calls(folder, "a rank forks while it compiles", build=lambda build: forking(folder, build), ranks=2)
+    calls(folder, "a rank forks while it compiles", build=lambda build: forking(folder, build), ranks=2, limit=100)
 
 
 def strangers(folder):
@@ -292,8 +353,8 @@ def strangers(folder):
 def stranger(folder, number):
     """One of them: it says that it is there, and builds when all four are."""
     Path(folder, f"ready.{number}").touch()
-    while len(list(Path(folder).glob("ready.*"))) < 4:
-        time.sleep(0.05)
+    for other in range(4):
+        until(Path(folder, f"ready.{other}"))
     repro.rank(f"{folder}/cache", threading.Barrier(1), folder, 1)
     sys.exit(any(Path(folder).glob(f"failed.{os.getpid()}")))
 
@@ -313,17 +374,14 @@ def argued(folder):
     calls(folder, "a kernel with arguments", build=typed)
 
 
-def locked(root):
-    """Make ``root`` read-only for this process: by a mount of its own, for root, whom modes do not stop; else by its modes."""
-    if os.geteuid():
-        for place, _, _ in os.walk(root):
-            Path(place).chmod(0o555)
-        return
-    libc, at = ctypes.CDLL(None, use_errno=True), root.encode()
-    private, bind, again = 0x44000, 0x1000, 0x1021  # MS_REC | MS_PRIVATE; MS_BIND; MS_BIND | MS_REMOUNT | MS_RDONLY
-    mounts = (b"none", b"/", None, private, None), (at, at, None, bind, None), (at, at, None, again, None)
-    if libc.unshare(0x20000) or any(libc.mount(*mount) for mount in mounts):  # CLONE_NEWNS
-        raise OSError(f"no mount of its own here: {os.strerror(ctypes.get_errno())}")
+def obeying():
+    """Give up what lets root pass over the modes of files; another user has it not."""
+    libc, data = ctypes.CDLL(None, use_errno=True), (ctypes.c_uint32 * 6)()
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
+    libc.capget(header, data)
+    data[0] &= ~0b1110  # effective: CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_FOWNER
+    if libc.capset(header, data):
+        raise OSError(f"capset: {os.strerror(ctypes.get_errno())}")
 
 
 def main():
@@ -343,6 +401,9 @@ def main():
         late,
         at_once,
         no_locks,
+        threads,
+        threads_at_once,
+        child,
         read_only,
         at_home,
         inside,

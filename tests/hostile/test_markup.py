@@ -64,7 +64,7 @@ def test_a_reason_is_text_wherever_it_is_shown(evil, tmp_path, store):
 
 @pytest.mark.parametrize("evil", EVIL)
 def test_names_of_checks_and_files_are_plain(evil):
-    facts = {**FACTS, "comparisons": [{**c, "name": evil} for c in FACTS["comparisons"]], "metrics": {evil: evil}}
+    facts = {**FACTS, "checks": [{**c, "name": evil} for c in FACTS["checks"]], "metrics": {evil: evil}}
     verdict = grade(make_log(facts))
     shown = json.dumps([verdict.passed, verdict.failed, dict(verdict.proofs), verdict.metrics], ensure_ascii=False)
     assert not re.search(r"[\x00-\x1f\x7f-\x9f\u202e]", shown)

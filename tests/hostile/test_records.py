@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from helpers import FACTS, ROOT, make_log, raw
+from helpers import FACTS, ROOT, judged, make_log, raw
 from msgspec import structs
 
 from common.errors import UserError
@@ -313,8 +313,8 @@ def test_a_flaky_cell_records_what_most_runs_show_and_is_never_advised(shown, wh
             first.write_text(json.dumps(document))
         real, turn = runner._log, iter([*shown, *shown])
 
-        def flaky(plan, cell, ran, scrub):
-            return logs[next(turn)] if cell.side == "unpatched" else real(plan, cell, ran, scrub)
+        def flaky(plan, cell, ran, scrub, triggers):
+            return logs[next(turn)] if cell.side == "unpatched" else real(plan, cell, ran, scrub, triggers)
 
         monkeypatch.setattr(runner, "_log", flaky)
         report = call(workers, journal)
@@ -345,7 +345,7 @@ def test_a_flaky_release_without_the_bug_is_not_advised(tmp_path, store):
                 **FACTS,
                 "verdict": "ABSENT",
                 "version": "0.7.0",
-                "comparisons": [FACTS["comparisons"][0], {**FACTS["comparisons"][1], "error": 1e-7}],
+                "checks": [FACTS["checks"][0], judged(FACTS["checks"][1], error=1e-7)],
             },
             sentinel="BUG_ABSENT",
             exit=0,

@@ -4,24 +4,24 @@ import json
 import math
 
 import pytest
-from helpers import FACTS, make_log
+from helpers import FACTS, judged, make_log
 
 from common.errors import UserError
 from common.store import receipt
 from common.store.grade import grade
 
-CONTROL, TRIGGER = FACTS["comparisons"][:2]
-RIGHT = {**TRIGGER, "error": 1e-7}
+CONTROL, TRIGGER = FACTS["checks"][:2]
+RIGHT = judged(TRIGGER, error=1e-7)
 NOT_NUMBERS = ["NaN", "Infinity", "-Infinity", "null", "1e999"]
 
 
-def log_with(*comparisons, verdict="ABSENT", side="patched", metrics="{}"):
+def log_with(*checks, verdict="ABSENT", side="patched", metrics="{}"):
     """A log whose JSON line is written by hand, for NaN is no JSON that json.dumps should write."""
     root = "<overlay>" if side == "patched" else "<release>"
-    listed = ", ".join(comparisons)
+    listed = ", ".join(checks)
     line = (
-        f'{{"reproducer": 1, "evidence": "interpreter", "file": "{root}/toy/__init__.py", "version": "1.0", '
-        f'"verdict": "{verdict}", "comparisons": [{listed}], "metrics": {metrics}}}'
+        f'{{"report": 1, "evidence": "interpreter", "file": "{root}/toy/__init__.py", "version": "1.0", '
+        f'"verdict": "{verdict}", "checks": [{listed}], "metrics": {metrics}}}'
     )
     word, code = {"ABSENT": ("FIX_VALIDATED" if side == "patched" else "BUG_ABSENT", 0), "REPRODUCED": ("BUG_REPRODUCED", 10)}[
         verdict
@@ -36,28 +36,29 @@ def test_the_form_itself_is_sound():
 @pytest.mark.parametrize("value", NOT_NUMBERS)
 @pytest.mark.parametrize("role", ["trigger", "control"])
 def test_an_error_that_is_not_finite_never_validates_a_fix(role, value):
-    bad = f'{{"role": "{role}", "name": "dH", "error": {value}, "limit": 1e-5}}'
-    verdict = grade(log_with(json.dumps(CONTROL), json.dumps(RIGHT), bad))
-    assert verdict.outcome == "ERROR", verdict
+    for ok in ("true", "false"):
+        bad = f'{{"role": "{role}", "name": "dH", "error": {value}, "limit": 1e-5, "ok": {ok}}}'
+        verdict = grade(log_with(json.dumps(CONTROL), json.dumps(RIGHT), bad))
+        assert verdict.outcome == "ERROR", verdict
 
 
-@pytest.mark.parametrize(
-    "bad", ['{"role": "trigger", "name": "dH", "limit": 1e-5}', '{"role": "control", "name": "dH", "limit": 1e-5}']
-)
-def test_a_check_without_a_value_has_failed(bad):
+@pytest.mark.parametrize("ok", ["true", "false"])
+@pytest.mark.parametrize("role", ["trigger", "control"])
+def test_a_check_without_a_value_has_failed(role, ok):
+    bad = f'{{"role": "{role}", "name": "dH", "limit": 1e-5, "ok": {ok}}}'
     assert grade(log_with(json.dumps(CONTROL), json.dumps(RIGHT), bad)).outcome == "ERROR"
 
 
 @pytest.mark.parametrize("limit", ["NaN", "Infinity", "null", "0", "-1", '"1"', "true"])
 def test_a_limit_that_nothing_can_exceed_is_no_check(limit):
-    bad = f'{{"role": "trigger", "name": "dH", "error": 0.0, "limit": {limit}}}'
+    bad = f'{{"role": "trigger", "name": "dH", "error": 0.0, "limit": {limit}, "ok": true}}'
     assert grade(log_with(json.dumps(CONTROL), bad)).outcome == "ERROR"
 
 
-@pytest.mark.parametrize("holds", ["null", "NaN", "1", '"yes"', "[]"])
-def test_a_statement_that_is_neither_true_nor_false_is_no_check(holds):
+@pytest.mark.parametrize("ok", ["null", "NaN", "1", "1.0", '"yes"', "[]", "[true]"])
+def test_a_statement_that_is_neither_true_nor_false_is_no_check(ok):
     for role in ("trigger", "control", "signature"):
-        bad = f'{{"role": "{role}", "name": "x", "holds": {holds}}}'
+        bad = f'{{"role": "{role}", "name": "x", "ok": {ok}}}'
         assert grade(log_with(json.dumps(CONTROL), json.dumps(RIGHT), bad)).outcome == "ERROR"
 
 
@@ -92,7 +93,7 @@ def test_a_toy_whose_result_is_not_a_number(wheels, index, run):
 
 
 def test_a_role_that_nobody_knows_is_no_check():
-    bad = '{"role": "contrl", "name": "dH", "error": 9.0, "limit": 1e-5}'
+    bad = '{"role": "contrl", "name": "dH", "error": 1e-9, "limit": 1e-5, "ok": true}'
     assert grade(log_with(json.dumps(CONTROL), json.dumps(RIGHT), bad)).outcome == "ERROR"
 
 

@@ -35,9 +35,11 @@ import json
 import math
 import os
 import sys
+import threading
 import traceback
 
 CHECKS, FACTS = [], {"report": 1, "evidence": "none", "metrics": {}}
+ROLES = ("control", "trigger", "signature")
 
 
 def check(role, name, ok=None, *, error=None, limit=None):
@@ -46,7 +48,10 @@ def check(role, name, ok=None, *, error=None, limit=None):
     if limit is not None:
         error = float(error) if error is not None and math.isfinite(error) else None
         row |= {"error": error, "limit": limit}
-        ok = error is not None and error <= limit
+        ok = error is not None and 0 <= error <= limit
+    number = type(ok) in (int, float) or str(getattr(ok, "dtype", "bool")) not in ("bool", "torch.bool")
+    if role not in ROLES or not name or number or (limit is not None and not 0 < limit < math.inf):
+        raise TypeError(f"this check cannot be judged: {role!r}, {name!r}, ok={ok!r}, limit={limit!r}")
     CHECKS.append({**row, "ok": bool(ok)})
     shown = "" if limit is None else "  not finite" if error is None else f"  {error:.2e} (limit {limit:.0e})"
     words = ("seen", "not seen") if role == "signature" else ("ok", "FAIL")
@@ -55,9 +60,9 @@ def check(role, name, ok=None, *, error=None, limit=None):
 
 def finish(verdict=None, reason=""):
     """Print the verdict that the checks give, or CHANGED, UNTESTABLE or MEASURED; exit with 10, 0 or 125."""
-    failed = {
-        role: [c["name"] for c in CHECKS if c["role"] == role and not c["ok"]] for role in ("control", "trigger", "signature")
-    }
+    failed = {role: [c["name"] for c in CHECKS if c["role"] == role and not c["ok"]] for role in ROLES}
+    if verdict not in (None, "CHANGED", "UNTESTABLE", "MEASURED"):
+        raise ValueError(f"the checks give the verdict, not {verdict!r}")
     if verdict is None:
         if not {"control", "trigger"} <= {c["role"] for c in CHECKS}:
             verdict, reason = "CHANGED", "nothing was checked"
@@ -83,7 +88,12 @@ def unexpected(kind, error, trace):
         finish("CHANGED", kind.__name__)
 
 
-sys.excepthook = unexpected
+def in_a_thread(given):
+    traceback.print_exception(*given[:3])
+    CHECKS.append({"role": "control", "name": f"no thread ends with {given.exc_type.__name__}", "ok": False})
+
+
+sys.excepthook, threading.excepthook = unexpected, in_a_thread
 # --- end of report/1 ---
 
 if __name__ == "__main__":
