@@ -8,6 +8,7 @@ import pytest
 from common import files
 from common.cli.blame import _Runner
 from common.errors import UserError
+from common.install import checkouts
 from common.packs.pack import find
 from common.run import blame
 from common.run import plan as plans
@@ -63,9 +64,9 @@ def test_commits_are_those_after_the_first_that_touch_the_files(clone):
 
 def test_a_release_without_a_tag_is_said_and_a_branch_of_its_name_is_none(clone):
     git(clone, "branch", "v3.0")
-    assert blame.tag(clone, "1.0.0") == "refs/tags/v1.0"
+    assert checkouts.tag(clone, "1.0.0", "") == "refs/tags/v1.0"
     with pytest.raises(UserError, match=r"has no tag of 3\.0: fetch its tags, or say --between"):
-        blame.tag(clone, "3.0")
+        checkouts.tag(clone, "3.0", "say --between REF..REF")
 
 
 def test_a_range_the_wrong_way_round_is_said(clone):

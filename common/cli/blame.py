@@ -79,7 +79,10 @@ def _between(text: str) -> Span:
 def _of_span(span: Span, paths: list[str], run: _Runner) -> bool:
     """Tell the commits of one span after which the verdict is another; whether every change was found."""
     clone, out, pack = run.clone, run.out, run.plan.pack
-    names = [blame.tag(clone, each) if any(span.outcomes) else each for each in (span.before, span.after)]
+    names = [
+        checkouts.tag(clone, each, "say --between REF..REF") if any(span.outcomes) else each
+        for each in (span.before, span.after)
+    ]
     start, end = blame.ends(clone, *names)
     count = len(blame.commits(clone, start, end, paths))
     out.print(f"\n{span.before} → {span.after}: {count} commit(s) touch {', '.join(paths)}", markup=False, style="bold")

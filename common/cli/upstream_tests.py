@@ -46,7 +46,7 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
         raise UserError(f"--release {options.release} names {len(chosen)} releases: name one.")
     for warning in warnings:
         common.warn(warning, out)
-    ref = options.ref or upstream.ref_of(clone, chosen[0].version)
+    ref = options.ref or checkouts.tag(clone, chosen[0].version, "name a commit with --ref")
     pack = replace(pack, requires=(*pack.requires, *tests.requires))
     plan = plans.planned(pack, "", lanes.choose(pack, options.lane))
     common.base(plan.pack.at(chosen[0].version), out)

@@ -233,3 +233,12 @@ def _version(files: Mapping[str, bytes], folder: str) -> str:
 
 
 _NAMES = {*(PurePosixPath(name).name for name in _VERSIONS), "package_info.py", "__init__.py"}
+
+
+def tag(clone: Path, release: str, otherwise: str) -> str:
+    """The clone's tag of a release; without one a `UserError` that says what to do ``otherwise``. A branch of that name may hold something else than was released."""
+    short = release.removesuffix(".0")
+    for each in (f"v{release}", release, f"core_v{release}", f"core_r{release}", f"v{short}", f"release_v{short}"):
+        if has(clone, f"refs/tags/{each}"):
+            return f"refs/tags/{each}"
+    raise UserError(f"{clone} has no tag of {release}: fetch its tags, or {otherwise}.")

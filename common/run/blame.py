@@ -87,15 +87,6 @@ def files(pack: Pack, runs: Iterable[Seen]) -> list[str]:
     return sorted(f"{pack.prefix}{name}" for name in {*named, *fixed})
 
 
-def tag(clone: Path, release: str) -> str:
-    """The clone's tag of a release. A branch of that name may hold something else than was released."""
-    short = release.removesuffix(".0")
-    for each in (f"v{release}", release, f"core_v{release}", f"core_r{release}", f"v{short}", f"release_v{short}"):
-        if checkouts.has(clone, f"refs/tags/{each}"):
-            return f"refs/tags/{each}"
-    raise UserError(f"{clone} has no tag of {release}: fetch its tags, or say --between REF..REF.")
-
-
 def commit(clone: Path, name: str) -> Commit:
     sha, day, subject = checkouts.log(clone, "--no-walk", name)[0]
     return Commit(sha=sha, day=day, subject=subject)

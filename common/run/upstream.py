@@ -38,14 +38,6 @@ class Compared:
         return [name for name, how in self.unpatched.items() if how == "passed" != self.patched.get(name)]
 
 
-def ref_of(clone: Path, version: str) -> str:
-    """The tag of a release."""
-    for ref in (f"v{version}", version):
-        if checkouts.has(clone, f"refs/tags/{ref}"):
-            return ref
-    raise UserError(f"{clone} has no tag v{version} or {version}: git fetch --tags, or name a commit with --ref.")
-
-
 def extract(clone: Path, ref: str, tests: UpstreamTests, folder: Path) -> None:
     """The tests of a commit, with the Python files beside them, and nothing else of the upstream: its package is the release's."""
     tops = sorted({PurePosixPath(file).parts[0] for file in tests.files})
