@@ -5,6 +5,7 @@ Never asserted by a timed test: the figures are for people, with the machine bes
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import platform
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from common import transforms
@@ -26,6 +27,7 @@ from common.run import overlay, runner
 from common.run.plan import Plan
 from common.store import receipt
 from common.store.cell import Cell
+from common.store.grade import grade
 
 #: Numbers of receipts at which the stored ones are read; the last takes minutes and gigabytes of disk.
 SIZES = (10, 1_000, 10_000, 100_000)
@@ -214,21 +216,22 @@ def synthetic(count: int, folder: Path) -> Path:
 def _store(cell: Cell, document: receipt.Receipt, log: str, folder: Path) -> None:
     """Written plainly: a benchmark need not survive a power cut."""
     text = log.replace('"0.7.0"', f'"{cell.version}"').replace('"pack09"', f'"{cell.pack}"')
+    text = text.replace('"liger-kernel"', f'"{cell.dist}"')
+    new = copy.deepcopy(document)
     if cell.side == "patched":  # Nothing to patch: what a side without the bug leaves.
         opening = json.loads(text.splitlines()[0])
         opening["runner"]["side"] = cell.side
         closing = {"runner": {"exit": None, "stopped": "nothing-to-patch", "message": "synthetic"}}
         text = f"{json.dumps(opening)}\n{json.dumps(closing)}\n"
+        new.facts.exit, new.facts.stopped = None, "nothing-to-patch"
     name, sha256 = receipt.log_name(cell, text)
-    new = json.loads(receipt.text(document))
-    facts = new["predicate"]["reproducer"]
-    facts.update(pack=cell.pack, dist=cell.dist, version=cell.version, side=cell.side)
-    facts["log"].update(name=name, sha256=sha256)
-    if cell.side == "patched":
-        facts.update(outcome="NOTHING_TO_PATCH", reason="synthetic", evidence="none", stopped="nothing-to-patch")
-        facts.update(bug_error=None, limit=None, control_error=None)
+    for part, derived in zip((new.predicate, new.facts), receipt.derived(grade(text)), strict=True):
+        for field, value in {**derived, **(asdict(cell) if part is new.facts else {})}.items():
+            setattr(part, field, value)
+    new.facts.log = receipt.Log(name=name, sha256=sha256, cut=0)
+    new.subject = [receipt.Subject(name=name, uri=f"pkg:generic/{cell.dist}@{cell.version}", digest=new.subject[0].digest)]
     (folder / name).write_text(text, encoding="utf-8")
-    (folder / f"{cell.stem}.json").write_text(json.dumps(new, indent=1, sort_keys=True), encoding="utf-8")
+    (folder / f"{cell.stem}.json").write_text(receipt.text(new), encoding="utf-8")
 
 
 def _write(
