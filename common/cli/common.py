@@ -68,7 +68,7 @@ def warn(sentence: str, out: Console) -> None:
 
 
 def results_option(parser: argparse.ArgumentParser, text: str = "where receipts are (default: results/)") -> None:
-    parser.add_argument("--results", type=Path, metavar="DIR", default=None, help=text)
+    parser.add_argument("--results", type=lambda text: given(Path(text)), metavar="DIR", default=None, help=text)
 
 
 def results_only(parser: argparse.ArgumentParser, session: str | None) -> None:
@@ -78,7 +78,7 @@ def results_only(parser: argparse.ArgumentParser, session: str | None) -> None:
 def look_at(options: argparse.Namespace, look: Callable[[Path], Iterable[str]], what: str, warnings: Sequence[str] = ()) -> int:
     """Say what ``look`` finds at each stored receipt."""
     out = report.console()
-    results = given(options.results).resolve() if options.results else RESULTS
+    results = options.results or RESULTS
     paths = {root: receipt.stored(root) for root in (results, *receipt.reviews(results))}
     total = sum(map(len, paths.values()))
     if not total:

@@ -16,7 +16,7 @@ arguments = common.results_only
 
 
 def call(options: argparse.Namespace, extra: list[str]) -> int:
-    results = common.given(options.results).resolve() if options.results else RESULTS
+    results = (options.results or RESULTS).resolve()
     packs = common.packs(report.console(stderr=True))
     published = audit.Published(CACHE, {pack.package: pack.index for pack in packs if pack.index})
     commits = {(pack.name, name): v.source for pack in packs for name, v in pack.variants.items() if v.source}

@@ -39,9 +39,7 @@ def written(scripts: Iterable[Path]) -> Mapping[Path, str]:
 
 def another(pack_script: str, others: Iterable[str]) -> bool:
     """Whether a pack's repro.py lacks the report block, or one of its scripts has a block that is not today's."""
-    found = blocks(pack_script)
-    scripts = [found, *map(blocks, others)]
-    return "report" not in found or any(text != TEXTS[name] for each in scripts for name, text in each.items())
+    return "report" not in blocks(pack_script) or any(_today(text) != text for text in (pack_script, *others))
 
 
 def _today(text: str) -> str:
