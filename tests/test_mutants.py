@@ -93,6 +93,8 @@ def test_a_mutant_that_is_not_noticed_is_a_survivor(tmp_path, monkeypatch):
     monkeypatch.setattr(mutants, "CACHE", tmp_path / "cache")
     found = mutants.run([load(folder)], jobs=1, done=lambda outcome: None)
     assert [(o.kind, o.killed) for o in found] == [("dropped", True), ("wrong fix", False)]
+    only = mutants.run([load(folder)], jobs=1, done=lambda outcome: None, only="by chance")
+    assert [(o.name, o.killed) for o in only] == [("right by chance", False)]
     text = mutants.table(found, {})
     assert "| pack00 | 1 of 1 killed | – | 0 of 1 killed | – |" in text
     assert "pack00, wrong fix, right by chance: ABSENT" in text

@@ -20,6 +20,9 @@ factor), and with its trigger blunted. Exit status: 0 if each turned its side re
 
 def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:
     parser.add_argument("pack", nargs="*", help="pack09, 09 or 9 (default: all)")
+    parser.add_argument(
+        "--only", default="", metavar="WORDS", help="those whose names hold this; docs/mutants.md stays as it is"
+    )
     parser.add_argument("--source", type=Path, metavar="DIR", help="a clone of the upstream, for bugs that are in no release")
     parser.add_argument("--jobs", type=int, metavar="N", help="mutants at a time (default: one a core)")
 
@@ -31,7 +34,9 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
         raise UserError(f"--jobs {options.jobs} is not a number of at least 1.")
     out = report.console()
     chosen = [find(name) for name in options.pack] or common.about_upstreams(out)
-    count = sum(len(mutants.of(pack)[1]) for pack in chosen)
+    count = sum(len(mutants.of(pack, options.only)[1]) for pack in chosen)
+    if not count:
+        raise UserError(f"No mutant's name holds {options.only!r}." if options.only else "None of these packs has mutants.")
     out.print(f"{count} mutants of {len(chosen)} pack(s); what their releases share is installed first.", markup=False)
     ended = 0
 
@@ -41,9 +46,13 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
         word = Text("✓ ", "green") if outcome.killed else Text("✗ ", "bold red")
         out.print(word + f"[{ended}/{count}] {outcome.pack} {outcome.kind} {outcome.name}: {outcome.saw}", soft_wrap=True)
 
-    found = mutants.run(chosen, jobs=options.jobs or max(1, os.cpu_count() or 1), done=done, source=options.source)
+    found = mutants.run(
+        chosen, jobs=options.jobs or max(1, os.cpu_count() or 1), done=done, source=options.source, only=options.only
+    )
     survived = [outcome for outcome in found if not outcome.killed]
     out.print(f"{len(found)} mutants, {len(survived)} survived.")
+    if options.only:
+        return common.SURPRISE if survived else common.OK
     page = ROOT / "docs" / "mutants.md"
     left_out = {pack.name: mutants.left_out(mutants.of(pack)[0]) for pack in chosen}
     known = [pack.name for pack in common.packs(out) if (pack.folder / "mutants.toml").is_file()]

@@ -20,7 +20,7 @@ from common.install.releases import Release
 from common.packs.pack import Pack, find
 from common.run import overlay, pool, runner
 from common.run import plan as plans
-from common.run.plan import Plan
+from common.run.plan import Plan, Row
 from common.store import history
 
 HELP = "run a pack on releases of its upstream, unpatched and patched"
@@ -105,51 +105,10 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     pack = find(options.pack)
     common.check(options)
     common.judges(pack)
-    for name in ("checkout", "source", "release_path", "results", "picture"):
-        if (path := getattr(options, name)) is not None:
-            setattr(options, name, common.given(path))
-    options.wheel = [common.given(wheel) for wheel in options.wheel or ()]
-    # What goes to results/ by that name is recorded as what --record puts there.
-    options.record = options.record or (options.results is not None and options.results.resolve().is_relative_to(RESULTS))
-    if options.diff:
-        options.releases = [*(options.releases or ()), options.diff]
-    variant, given = _arguments(pack, options.variant, extra)
-    own = pack.variants.get(variant)
-    lane = lanes.choose(pack, options.lane or (own.lane if own else None))
+    _read(options)
     # A diff is all that stands on stdout, so that it can be sent to a file.
     out = report.console(stderr=options.diff is not None)
-    if options.record and (pack.kind == "selftest" or options.without):
-        raise UserError("--record is for fixes on releases: the self-test and --without make no record.")
-    if options.record:
-        common.formatted([pack], out)
-    checkout = _checkout(pack, variant, options, out)
-    _fix(pack, options)
-    results = options.results or (RESULTS if options.record else CACHE / "runs")
-    review = options.patch is not None or options.without is not None
-    if review:  # Verdicts on somebody's diff, or on a fix broken on purpose, are no record of the release.
-        named = options.patch.stem if options.patch else f"without-{options.without}"
-        results = results / "review" / overlay.plain_name(named)
-    if checkout:  # Nor is what is no release at all.
-        review, results = True, results / "review" / overlay.plain_name(checkout.name.split("-")[1])
-    jobs = options.jobs or plans.default_jobs(lane)
-    plan = plans.planned(
-        pack,
-        variant,
-        lane,
-        threads=plans.threads_each(jobs),
-        patch=options.patch,
-        drop=options.without,
-        here=options.here,
-        wheels={environment.read_wheel(checkout, pack.package)[1]: checkout}
-        if checkout
-        else _wheels(pack, variant, options, out),
-        checkout=checkout is not None,
-        release_path=options.release_path,
-        sandbox=options.sandbox,
-        results=results,
-        **({"machine": options.machine} if options.machine else {}),
-        **({} if own else {"arguments": given}),
-    )
+    plan, review = _planned(pack, options, extra, out)
     chosen, warnings = _releases(plan, options.releases, out)
     tool = next((pack.tools[word] for word in plan.arguments if word in pack.tools), None)
     if tool and options.releases is None:
@@ -159,6 +118,7 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
             f"{' '.join(plan.arguments)} is for one release; --releases {' '.join(options.releases)} are {len(chosen)}."
         )
     plan = replace(plan, several=len(chosen) > 1)
+    own = pack.variants.get(plan.variant)
     if options.record and not review and not (own and own.source):
         _of_the_index(plan)
     for warning in warnings:
@@ -169,28 +129,91 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
         common.base(each, out)
     if tool:
         return _use(plan, chosen[0], pack.folder / tool, out)
+    if options.diff is not None or options.debug:
+        return _shown(plan, chosen, options, out)
+    return _judged(plan, chosen, options, review, out)
+
+
+def _read(options: argparse.Namespace) -> None:
+    """Paths as the caller means them; and what one option says of another."""
+    for name in ("checkout", "source", "release_path", "results", "picture"):
+        if (path := getattr(options, name)) is not None:
+            setattr(options, name, common.given(path))
+    options.wheel = [common.given(wheel) for wheel in options.wheel or ()]
+    # What goes to results/ by that name is recorded as what --record puts there.
+    options.record = options.record or (options.results is not None and options.results.resolve().is_relative_to(RESULTS))
+    if options.diff:
+        options.releases = [*(options.releases or ()), options.diff]
+
+
+def _planned(pack: Pack, options: argparse.Namespace, extra: Sequence[str], out: Console) -> tuple[Plan, bool]:
+    """How the pack is run, and whether that is a review: of a diff or a checkout, which are no record of a release."""
+    variant, given = _arguments(pack, options.variant, extra)
+    own = pack.variants.get(variant)
+    lane = lanes.choose(pack, options.lane or (own.lane if own else None))
+    if options.record and (pack.kind == "selftest" or options.without):
+        raise UserError("--record is for fixes on releases: the self-test and --without make no record.")
+    if options.record:
+        common.formatted([pack], out)
+    checkout = _checkout(pack, variant, options, out)
+    _fix(pack, options)
+    results = options.results or (RESULTS if options.record else CACHE / "runs")
+    of = ""
+    if options.patch is not None or options.without is not None:
+        of = options.patch.stem if options.patch else f"without-{options.without}"
+    if checkout:
+        of = checkout.name.split("-")[1]
+    plan = plans.planned(
+        pack,
+        variant,
+        lane,
+        threads=plans.threads_each(options.jobs or plans.default_jobs(lane)),
+        patch=options.patch,
+        drop=options.without,
+        here=options.here,
+        wheels={environment.read_wheel(checkout, pack.package)[1]: checkout}
+        if checkout
+        else _wheels(pack, variant, options, out),
+        checkout=checkout is not None,
+        release_path=options.release_path,
+        sandbox=options.sandbox,
+        results=results / "review" / overlay.plain_name(of) if of else results,
+        **({"machine": options.machine} if options.machine else {}),
+        **({} if own else {"arguments": given}),
+    )
+    return plan, bool(of)
+
+
+def _shown(plan: Plan, chosen: Sequence[Release], options: argparse.Namespace, out: Console) -> int:
+    """What the fix changes in a release (--diff), or one script on this terminal (--debug): nothing is graded."""
+    release = author.one(
+        plan.pack, chosen, "--diff" if options.debug is None else "--debug", named=options.releases is not None
+    )
+    if options.debug:
+        return runner.debug(plan, release, options.debug, lambda line: out.print(line, markup=False, soft_wrap=True))
+    author.diff(plan, release, report.console())
+    return common.OK
+
+
+def _judged(plan: Plan, chosen: Sequence[Release], options: argparse.Namespace, review: bool, out: Console) -> int:
+    """Run both sides of some releases, and tell what came of them."""
     wanted = [(plan, release) for release in chosen]
     missing: list[str] = []
-    if options.diff is not None or options.debug:
-        release = author.one(pack, chosen, "--diff" if options.debug is None else "--debug", named=options.releases is not None)
-        if options.debug:
-            return runner.debug(plan, release, options.debug, lambda line: out.print(line, markup=False, soft_wrap=True))
-        author.diff(plan, release, report.console())
-        return common.OK
     if options.releases in (None, ["pinned"]) and not (
-        plan.checkout or plan.arguments or variant or plan.wheels or plan.release_path or options.patch
+        plan.checkout or plan.arguments or plan.variant or plan.wheels or plan.release_path or plan.patch
     ):
         wanted, missing = _with_commits(plan, wanted, options.source, out)
     for sentence in missing:
         common.warn(sentence, out)
+    jobs = options.jobs or plans.default_jobs(plan.lane)
     with pool.threads(jobs) as workers, report.Follow(2 * len(wanted), out) as follow:
         commits = f" and {more} commit(s)" if (more := len(wanted) - len(chosen)) else ""
         what = (
-            f"{pack.package} {chosen[0].version}"
+            f"{plan.pack.package} {chosen[0].version}"
             if plan.checkout
-            else f"{len(chosen)} release(s){commits} of {pack.package}, both sides"
+            else f"{len(chosen)} release(s){commits} of {plan.pack.package}, both sides"
         )
-        out.print(f"{what}, lane {lane}, {workers.where}", markup=False)
+        out.print(f"{what}, lane {plan.lane}, {workers.where}", markup=False)
         rows, failures = runner.run_all(wanted, workers, done=follow)
     if failures and len(wanted) == 1:
         raise UserError(failures[0].message)
@@ -199,31 +222,37 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     for line in dict.fromkeys(line for row in rows for line in report.coverage(row)):
         common.warn(line, out)
     surprising = [] if options.propose else list(report.surprises(rows))
-    parts: list[RenderableType] = (
-        [report.proofs(rows, whole=options.proofs)] if options.proofs or len(rows) <= report.PROOFS else []
-    )
-    parts.append(
-        report.table(rows, f"{pack.name} · {pack.package}" + (f" · {variant}" if variant else ""), judged=not options.propose)
-    )
-    parts += report.claims(rows)
-    parts += report.marks(rows)
-    if plan.checkout and rows and rows[0].verdict.outcome != "MEASURED":
-        parts.append(report.of_checkout(rows[0], pack.deep_check(variant) is not None))
-    parts += (
-        [] if plan.checkout or options.propose else surprising or ([report.ending(rows, len(missing))] if not failures else [])
-    )
-    if results.resolve() != RESULTS and pack.kind != "selftest" and not (review or options.propose):
-        parts += report.compared(rows, history.load(RESULTS, [pack]))
+    parts = _parts(plan, rows, options, surprising)
+    if not (plan.checkout or options.propose or failures or surprising):
+        parts.append(report.ending(rows, len(missing)))
+    if plan.results.resolve() != RESULTS and plan.pack.kind != "selftest" and not (review or options.propose):
+        parts += report.compared(rows, history.load(RESULTS, [plan.pack]))
     for part in parts:
         out.print(part)
     if options.propose:
         out.print("", *author.proposed(rows), sep="\n", markup=False, soft_wrap=True)
     if options.picture is not None:
-        write_atomically(options.picture, report.picture(parts, f"nox -s {pack.name}"))
+        write_atomically(options.picture, report.picture(parts, f"nox -s {plan.pack.name}"))
     for message in dict.fromkeys(failure.message for failure in failures):
         common.complain(message)
     broken = [row for row in rows if row.verdict.outcome == "INFRA" and not row.as_expected]
     return common.USAGE if failures or broken else common.SURPRISE if surprising else common.OK
+
+
+def _parts(
+    plan: Plan, rows: Sequence[Row], options: argparse.Namespace, surprising: Sequence[RenderableType]
+) -> list[RenderableType]:
+    """What is said of the runs: proofs, the table, claims, and what was not expected."""
+    pack, parts = plan.pack, list[RenderableType]()
+    if options.proofs or len(rows) <= report.PROOFS:
+        parts.append(report.proofs(rows, whole=options.proofs))
+    title = f"{pack.name} · {pack.package}" + (f" · {plan.variant}" if plan.variant else "")
+    parts.append(report.table(rows, title, judged=not options.propose))
+    parts += report.claims(rows)
+    parts += report.marks(rows)
+    if plan.checkout and rows and rows[0].verdict.outcome != "MEASURED":
+        parts.append(report.of_checkout(rows[0], pack.deep_check(plan.variant) is not None))
+    return parts if plan.checkout else [*parts, *surprising]
 
 
 def _fix(pack: Pack, options: argparse.Namespace) -> None:

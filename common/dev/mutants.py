@@ -104,8 +104,8 @@ class Outcome:
     saw: str
 
 
-def of(pack: Pack) -> tuple[Mutants, list[Mutant]]:
-    """What a pack's mutants.toml says, and the mutants themselves."""
+def of(pack: Pack, only: str = "") -> tuple[Mutants, list[Mutant]]:
+    """What a pack's mutants.toml says, and the mutants themselves, those whose names hold ``only``."""
     path = pack.folder / "mutants.toml"
     try:
         told = msgspec.toml.decode(path.read_bytes(), type=Mutants) if path.is_file() else Mutants()
@@ -113,7 +113,8 @@ def of(pack: Pack) -> tuple[Mutants, list[Mutant]]:
         raise UserError(f"{pack.folder.name}/mutants.toml: {error}.") from error
     if (told.poison or told.wrong) and not pack.fix.is_file():
         raise UserError(f"{pack.folder.name}/mutants.toml: the pack has no fix.py to be broken.")
-    return told, [*_dropped(pack, told), *_poisoned(told), *_wrong(told), *_blunted(told)]
+    mutants = [*_dropped(pack, told), *_poisoned(told), *_wrong(told), *_blunted(told)]
+    return told, [mutant for mutant in mutants if only in mutant.name]
 
 
 def left_out(told: Mutants) -> dict[str, str]:
@@ -217,11 +218,13 @@ _poison({target}, {name!r})
     return {**fix, file: [*fix.get(file, ()), more]}
 
 
-def run(packs: Sequence[Pack], *, jobs: int, done: Callable[[Outcome], None], source: Path | None = None) -> list[Outcome]:
-    """Run every mutant of some packs; ``done`` is told of each as it ends. ``source`` is a clone, for variants that are commits."""
+def run(
+    packs: Sequence[Pack], *, jobs: int, done: Callable[[Outcome], None], source: Path | None = None, only: str = ""
+) -> list[Outcome]:
+    """Run the mutants of some packs whose names hold ``only``; ``done`` is told of each as it ends. ``source`` is a clone, for variants that are commits."""
     found = []
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch, ThreadPoolExecutor(jobs) as executor:
-        work = [(pack, *of(pack)) for pack in packs]
+        work = [(pack, *of(pack, only)) for pack in packs]
         stop = threading.Event()
         try:
             started = []
