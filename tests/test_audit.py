@@ -67,8 +67,8 @@ def test_one_that_cannot_be_read_does_not_stop_the_others(tmp_path, store):
     store(tmp_path, version="0.6.5").write_text("{")
     store(tmp_path, version="0.7.0")
     found = list(audit.problems(tmp_path, receipt.stored(tmp_path), audit.regrade))
-    assert [bool(problems) for path, problems in found if path.suffix == ".json"] == [True, False]
-    assert "not whole JSON" in found[0][1][0]
+    assert [bool(problems or why) for path, problems, why in found if path.suffix == ".json"] == [True, False]
+    assert found[0][1] == [] and "not whole JSON" in found[0][2]
 
 
 def test_copies_and_reviews_are_not_records(tmp_path, store):
@@ -98,7 +98,7 @@ def test_the_commands(cli, tmp_path, store):
     assert "outcome was" in done.stdout
     done = cli("verify", "--results", tmp_path / "nowhere")
     assert done.returncode == 2
-    assert "There are no receipts in" in done.stderr
+    assert "is not a folder" in done.stderr
 
 
 def test_schema_of_every_stored_receipt():
@@ -136,6 +136,48 @@ def test_what_is_no_file_of_the_index_is_no_record(tmp_path, store, published):
     ):
         assert said in " ".join(audit.verify(path, published))
         assert list(audit.verify(path, published, reviewed=True)) == []
+
+
+def test_a_commit_is_the_one_that_its_pack_names(tmp_path, store, published):
+    commit = "a" * 40
+    known = audit.Known({("pack09", ""): f"pkg:github/toy/toy@{commit}"})
+    path = store(tmp_path, version=f"0+git.{commit[:10]}.tree.0123456789")
+    document = json.loads(path.read_text())
+    for uri, said in (
+        (f"pkg:github/evil/fork@{commit}", "and pack09 names pkg:github/toy/toy@"),
+        (f"pkg:github/toy/toy@{commit}", ""),
+    ):
+        document["subject"][0]["uri"] = uri
+        path.write_text(json.dumps(document))
+        problems = " ".join(audit.verify(path, published, known=known))
+        assert said in problems if said else problems == ""
+
+
+def test_a_fix_of_a_pack_with_a_deep_check_went_through_it(tmp_path, store, published):
+    found = find_patched()
+    assert list(audit.regrade(found)) == []
+    copy = tmp_path / "results" / found.parent.parent.name / found.parent.name / found.name
+    copy.parent.mkdir(parents=True)
+    document = receipt.read(found)
+    log = receipt.read_log(found, document)
+    lines = log.splitlines()
+    opening, closing = json.loads(lines[0]), json.loads(lines[-1])
+    lines = lines[1 : 1 + opening["runner"]["lines"]]
+    for name in ("validate", "lines"):
+        opening["runner"].pop(name)
+    closing["runner"].pop("validate")
+    text = "\n".join([json.dumps(opening), *lines, json.dumps(closing)]) + "\n"
+    name, sha256 = receipt.log_name(document.cell, text)
+    (copy.parent / name).write_text(text)
+    raw = json.loads(found.read_text())
+    raw["predicate"]["reproducer"]["log"] = {"name": name, "sha256": sha256, "cut": 0}
+    copy.write_text(json.dumps(raw))
+    assert any("by repro.py alone" in problem for problem in audit.regrade(copy))
+
+
+def find_patched():
+    """A stored receipt of pack09's fix."""
+    return next((ROOT / "results" / "linux-x86_64-cpu" / "pack09").glob("liger-kernel-0.7.0.patched.json"))
 
 
 def test_an_installed_release_that_is_the_indexs_own_may_be_a_record(tmp_path, store, published):

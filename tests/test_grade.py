@@ -64,6 +64,10 @@ def test_absent_and_fix_validated():
         pytest.param(make_log(body=[json.dumps(FACTS), "BUG_ABSENT", "BUG_REPRODUCED"]), id="contradicting sentinels"),
         pytest.param(make_log(exit=None, signal="SIGSEGV"), id="sentinel, then a crash"),
         pytest.param(make_log(body=[]), id="nothing printed"),
+        pytest.param(make_log({**FACTS, "file": "<release>/../evil.py"}), id="imported from beside the release"),
+        pytest.param(make_log({**FACTS, "evidence": "emulated"}), id="not the release's own code"),
+        pytest.param(make_log(with_checks(CONTROL, {**TRIGGER, "name": "\u200b"})), id="a name that cannot be seen"),
+        pytest.param(make_log(FIXED, sentinel="BUG_ABSENT", exit=False), id="an exit code that is no number"),
         pytest.param("", id="empty"),
         pytest.param("BUG_REPRODUCED\n", id="sentinel alone"),
         pytest.param(make_log().rsplit("\n", 2)[0], id="truncated"),
@@ -315,3 +319,28 @@ def test_of_both_scripts_the_number_that_is_nearer_to_its_limit_is_told():
 def test_a_fix_is_held_to_as_many_triggers_as_ran_without_it():
     assert of_both(triggers=1).outcome == "ABSENT"
     assert of_both(triggers=2).outcome == "ERROR"
+
+
+@pytest.mark.parametrize(
+    ("unpatched", "validate", "outcome"),
+    [
+        ("REPRODUCED", True, "ABSENT"),
+        ("REPRODUCED", False, "UNTESTABLE: not-validated"),
+        ("ABSENT", True, "NOTHING_TO_FIX"),
+        ("CHANGED", True, "UNTESTABLE: unpatched (CHANGED)"),
+    ],
+)
+def test_somebodys_diff_is_certified_by_a_deep_check_of_a_release_that_has_the_bug(unpatched, validate, outcome):
+    log = make_log({**FIXED, "file": "<overlay>/toy.py"}, sentinel="FIX_VALIDATED", exit=0, side="patched").splitlines()
+    opening, closing = json.loads(log[0]), json.loads(log[-1])
+    opening["runner"]["patch"] = {"name": "x.diff", "sha256": "0" * 64, "unpatched": unpatched}
+    body = log[1:-1]
+    if validate:
+        opening["runner"] |= {"validate": True, "lines": len(body)}
+        closing["runner"]["validate"] = dict(closing["runner"])
+        body = [*body, *body]
+    verdict = grade("\n".join([json.dumps(opening), *body, json.dumps(closing)]) + "\n")
+    assert str(verdict).startswith(outcome)
+    if verdict.outcome == "ABSENT":
+        opening["runner"]["lines"] = -len(body) // 2
+        assert grade("\n".join([json.dumps(opening), *body, json.dumps(closing)]) + "\n").outcome == "ERROR"

@@ -181,6 +181,54 @@ def test_a_diff_that_does_not_apply_is_one_sentence(site, tmp_path, content, sai
     assert not (tmp_path / "overlay").exists()
 
 
+HUNK = GIT_DIFF.split("diff --git")[1].split("\n", 1)[1]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        f"diff --git a/docs/x.md b/docs/x.md\n{HUNK}",
+        HUNK.replace("--- a", "---  a").replace("+++ b", "+++  b") + "diff --git" + GIT_DIFF.split("diff --git")[2],
+        f"diff --git a/docs/x.md b/src/toy/__init__.py b/docs/x.md b/src/toy/__init__.py\n{HUNK}",
+    ],
+    ids=["another name in the header", "a plain part before", "a header that can be read in two ways"],
+)
+def test_what_git_would_change_and_we_pass_over_is_refused(site, tmp_path, content):
+    patch = tmp_path / "pr.diff"
+    patch.write_text(content + GIT_DIFF.replace("xs[0] * len(xs)", "other"))
+    with pytest.raises(UserError, match="git"):
+        apply_patch(patch, "toy", "1.0", "src/", site, tmp_path / "overlay")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("setup.py", "unsupported"),
+        ("pyproject.toml", "unsupported"),
+        ("requirements.txt", "unsupported"),
+        ("requirements-dev.txt", "skipped"),
+        ("csrc/scripts/gen.py", "unsupported"),
+        ("scripts/gen.py", "skipped"),
+        ("python/test/unit/test_x.py", "skipped"),
+        ("src/toy/kernel.cu", "unsupported"),
+        ("docs/größe.md", "skipped"),
+    ],
+)
+def test_parts_that_matter_are_not_passed_over(site, tmp_path, name, kind):
+    """How a release is built and what it needs; and sources that are compiled into it, which a wheel may hold as well."""
+    (site / "toy" / "kernel.cu").write_text("old\n")
+    with (site / "toy-1.0.dist-info" / "RECORD").open("a") as record:
+        record.write("toy/kernel.cu,,\n")
+    quoted = f'"a/{name}"' if name.isascii() else '"a/docs/gr\\303\\266\\303\\237e.md"'
+    names = [quoted.replace('"', "") if name.isascii() else quoted]
+    names += [names[0].replace("a/docs" if not name.isascii() else "a/", "b/docs" if not name.isascii() else "b/", 1)]
+    part = f"diff --git {names[0]} {names[1]}\n--- {names[0]}\n+++ {names[1]}\n@@ -1 +1 @@\n-old\n+new\n"
+    (tmp_path / "pr.diff").write_text(part + GIT_DIFF)
+    patched = apply_patch(tmp_path / "pr.diff", "toy", "1.0", "src/", site, tmp_path / "overlay")
+    assert name in getattr(patched, kind) or not name.isascii()
+    assert "sum(xs)" in patched.diff
+
+
 def test_a_diff_cannot_reach_outside(site, tmp_path):
     patch = tmp_path / "pr.diff"
     patch.write_text("--- a/toy/../../secret\n+++ b/toy/../../secret\n@@ -0,0 +1 @@\n+x\n")

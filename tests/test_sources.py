@@ -14,7 +14,7 @@ from rich.console import Console
 
 from common.cli import report, run
 from common.errors import UserError
-from common.install import environment, sources
+from common.install import checkouts, environment, sources
 from common.packs.pack import Variant, find
 from common.run import plan as plans
 from common.store.grade import Verdict
@@ -50,6 +50,34 @@ def test_a_wheel_names_commit_and_tree_and_is_the_same_each_time(clone, tmp_path
     assert environment.read_wheel(made[0], "toy-pkg")[1] == version
     names = zipfile.ZipFile(made[0]).namelist()
     assert sorted(n for n in names if "dist-info" not in n) == ["pkg/core/__init__.py", "pkg/core/data.json"]
+
+
+def test_nothing_of_the_clones_own_changes_the_files_of_a_commit(clone, tmp_path):
+    """Attributes and filters of a clone change what git archive or a checkout gives; and a program that its configuration names is not run."""
+    folder, pack, _, _ = clone
+    wanted = sources.wheel(pack, "one", folder, tmp_path / "plain").read_bytes()
+    (folder / ".git/info").mkdir(exist_ok=True)
+    (folder / ".git/info/attributes").write_text("*.py filter=other\n*.json export-ignore\n")
+    for name, value in (
+        ("filter.other.smudge", "sed s/core/other/"),
+        ("core.autocrlf", "true"),
+        ("core.fsmonitor", f"touch {tmp_path}/was-run; false"),
+    ):
+        subprocess.run(["git", "-C", folder, "config", name, value], check=True)
+    assert sources.wheel(pack, "one", folder, tmp_path / "odd").read_bytes() == wanted
+    checkouts.wheel(pack, folder, None, tmp_path / "odd")
+    assert not (tmp_path / "was-run").exists()
+
+
+def test_an_environment_of_a_checkout_that_was_moved_is_made_anew(clone, tmp_path):
+    folder, pack, _, _ = clone
+    wheel = sources.wheel(pack, "one", folder, tmp_path)
+    wanted = environment.Wanted(package=pack.package, version="0", file="", sha256="", wheel=wheel)
+    environment.made(wanted, tmp_path / "cache")
+    (tmp_path / "cache").rename(tmp_path / "moved")
+    there = environment.made(wanted, tmp_path / "moved")
+    base = Path((there.site / "_base.pth").read_text().strip())
+    assert base.is_dir() and base.is_relative_to(tmp_path / "moved")
 
 
 def test_it_is_installed_by_uv(clone, tmp_path):

@@ -75,24 +75,33 @@ def results_only(parser: argparse.ArgumentParser, session: str | None) -> None:
     results_option(parser)
 
 
+def receipts(options: argparse.Namespace) -> Path:
+    """The folder of receipts that is asked for; `UserError` where it is none, or holds none."""
+    results: Path = options.results or RESULTS
+    if not results.is_dir():
+        raise UserError(f"{results} is not a folder: --results names one that holds receipts, as results/ does.")
+    if not any(receipt.stored(root) for root in (results, *receipt.reviews(results))):
+        raise UserError(f"There are no receipts in {results}.")
+    return results
+
+
 def look_at(options: argparse.Namespace, look: Callable[[Path], Iterable[str]], what: str, warnings: Sequence[str] = ()) -> int:
     """Say what ``look`` finds at each stored receipt."""
     out = report.console()
-    results = options.results or RESULTS
+    results = receipts(options)
     paths = {root: receipt.stored(root) for root in (results, *receipt.reviews(results))}
-    total = sum(map(len, paths.values()))
-    if not total:
-        raise UserError(f"There are no receipts in {results}.")
-    wrong = 0
+    wrong = broken = 0
     for root, here in paths.items():
-        for path, problems in audit.problems(root, here, look):
+        for path, problems, unreadable in audit.problems(root, here, look):
             wrong += bool(problems)
-            for problem in problems:
-                out.print(Text(plain(f"✗ {report.where(path)}: {problem}", None), "red"), soft_wrap=True)
+            broken += bool(unreadable)
+            for problem in [unreadable] if unreadable else [f"{report.where(path)}: {problem}" for problem in problems]:
+                out.print(Text(plain(f"✗ {problem}", None), "red"), soft_wrap=True)
     for warning in warnings:
         warn(warning, out)
-    out.print(f"{total} receipts, {wrong} {what}.", markup=False)
-    return SURPRISE if wrong else OK
+    more = f", {broken} cannot be read" if broken else ""
+    out.print(f"{sum(map(len, paths.values()))} receipts, {wrong} {what}{more}.", markup=False)
+    return SURPRISE if wrong or broken else OK
 
 
 def pool_options(parser: argparse.ArgumentParser) -> None:
@@ -152,7 +161,7 @@ def formatted(packs: Sequence[Pack], out: Console) -> None:
 
 def stored(options: argparse.Namespace, chosen: list[Pack], out: Console) -> history.History:
     """The stored runs; one that cannot be read is said, and hides no other."""
-    found = history.load(options.results or RESULTS, chosen)
+    found = history.load(receipts(options), chosen)
     for error in found.unreadable.values():
         warn(f"Ignored: {error}", out)
     return found

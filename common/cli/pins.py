@@ -42,6 +42,8 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     if unknown := [name for name in options.upstream if name not in known]:
         raise UserError(f"No pack is about {unknown[0]!r}; there are packs about {', '.join(known)}.")
     only = {find(name).name for name in options.pack} if options.pack else None
+    if only and options.upstream and (strange := [p for p in packs if p.name in only and p.package not in options.upstream]):
+        raise UserError(f"{strange[0].name} is about {strange[0].package}, not about {' or '.join(options.upstream)}.")
     target = common.output(options.output, pins.HEADER)
     asked = options.upstream or sorted({pack.package for pack in packs if only is None or pack.name in only})
     stored = common.stored(options, packs, out)

@@ -227,7 +227,7 @@ def _judged(plan: Plan, chosen: Sequence[Release], options: argparse.Namespace, 
         parts.append(report.ending(rows, len(missing)))
     if plan.results.resolve() != RESULTS and plan.pack.kind != "selftest" and not (review or options.propose):
         parts += report.compared(rows, history.load(RESULTS, [plan.pack]))
-    for part in parts:
+    for part in parts if rows else ():
         out.print(part)
     if options.propose:
         out.print("", *author.proposed(rows), sep="\n", markup=False, soft_wrap=True)

@@ -19,7 +19,12 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     results = (options.results or RESULTS).resolve()
     packs = common.packs(report.console(stderr=True))
     published = audit.Published(CACHE, {pack.package: pack.index for pack in packs if pack.index})
-    commits = {(pack.name, name): v.source for pack in packs for name, v in pack.variants.items() if v.source}
+    commits = {
+        (pack.name, name): f"pkg:github/{pack.upstream.lower()}@{v.source}"
+        for pack in packs
+        for name, v in pack.variants.items()
+        if v.source
+    }
     known = audit.Known(commits, results)
 
     def look(path: Path) -> Iterator[str]:

@@ -160,7 +160,7 @@ def _stored(count: int, place: Path) -> Stored:
         "results, packs, what = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]\n"
         "started, pages = time.monotonic(), 0\n"
         "if what == 'regrade':\n"
-        "    assert not any(found for _, found in audit.problems(results, receipt.stored(results), audit.regrade))\n"
+        "    assert not any(found or why for _, found, why in audit.problems(results, receipt.stored(results), audit.regrade))\n"
         "else:\n"
         "    found = all_packs(packs)\n"
         "    pages = site.build(found, history.load(results, found), results.parent / 'site')\n"

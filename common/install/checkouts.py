@@ -48,7 +48,8 @@ def git(directory: Path, *arguments: str, given: bytes | None = None) -> subproc
     env = {**kept, "GIT_TERMINAL_PROMPT": "0", "GIT_NO_REPLACE_OBJECTS": "1", "LC_ALL": "C"}
     try:
         return subprocess.run(
-            ["git", "-c", "log.showSignature=false", "-C", str(directory), *arguments],
+            # A clone's own configuration may name a program (core.fsmonitor) that git would run.
+            ["git", "-c", "log.showSignature=false", "-c", "core.fsmonitor=false", "-C", str(directory), *arguments],
             env=env,
             input=given,
             capture_output=True,
@@ -101,27 +102,36 @@ def wheel(pack: Pack, directory: Path, ref: str | None, cache: Path) -> Path:
         head = git(top, "rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}").stdout.decode().strip()
         if not ref or not head:
             raise UserError(f"{directory} has no commit {ref!r}: give a clone of {where} that has it.")
-        found, told = _committed(pack, top, head), f"git.g{head[:10]}"
+        found, told = _committed(top, head, _places(pack)), f"git.g{head[:10]}"
     else:
         found, told = _working(pack, directory)
-    files = {
-        name.removeprefix(pack.prefix): data
-        for name, data in found.items()
-        if name.startswith(tuple(f"{f}/" for f in folders(pack)))
-    }
+    files = _of_package(pack, found)
     if not files:
         raise NoPackage(
             f"{directory}{f' at {ref}' if ref else ''} holds nothing below {' or '.join(folders(pack))}, where {where} has {pack.package}."
         )
-    digest = _digest(files)
-    told += digest[:10] if told.endswith(".") else ""
+    told += _digest(files)[:10] if told.endswith(".") else ""
+    return packed_wheel(pack, files, f"{_version(found, folders(pack)[0])}+{told}", cache)
+
+
+def committed(pack: Pack, repository: Path, commit: str) -> dict[str, bytes]:
+    """The package's files of a commit, by their path below site-packages."""
+    return _of_package(pack, _committed(repository, commit, folders(pack)))
+
+
+def packed_wheel(pack: Pack, files: dict[str, bytes], version: str, cache: Path) -> Path:
+    """The wheel of a package's files, kept below what they hold: whatever its version, other files are another wheel."""
     name = pack.package.replace("-", "_")
-    version = f"{_version(found, folders(pack)[0])}+{told}"
-    path = cache / "sources" / digest[:16] / f"{name}-{version}-py3-none-any.whl"
+    path = cache / "sources" / _digest(files)[:16] / f"{name}-{version}-py3-none-any.whl"
     with locked(path.with_suffix(".lock")):
         if not path.is_file():
             write_atomically(path, packed.wheel(files, name, pack.package, version))
     return path
+
+
+def _of_package(pack: Pack, found: Mapping[str, bytes]) -> dict[str, bytes]:
+    below = tuple(f"{folder}/" for folder in folders(pack))
+    return {name.removeprefix(pack.prefix): data for name, data in found.items() if name.startswith(below)}
 
 
 def _digest(files: Mapping[str, bytes]) -> str:
@@ -132,9 +142,9 @@ def _places(pack: Pack) -> list[str]:
     return [*folders(pack), *_VERSIONS]
 
 
-def _committed(pack: Pack, top: Path, head: str) -> dict[str, bytes]:
+def _committed(top: Path, head: str, places: Sequence[str]) -> dict[str, bytes]:
     """The files of a commit, as git keeps them."""
-    listed = git(top, "ls-tree", "-r", "-z", "--full-tree", head, "--", *_places(pack))
+    listed = git(top, "ls-tree", "-r", "-z", "--full-tree", head, "--", *places)
     if listed.returncode:
         raise UserError(f"{top}: {head[:10]} cannot be read: {said(listed)}.")
     shas = {}
@@ -203,7 +213,7 @@ def _working(pack: Pack, directory: Path) -> tuple[dict[str, bytes], str]:
     if not head:
         return found, "local."
     with suppress(UserError):  # a commit with a link, say, which the working tree has no more
-        if _committed(pack, top, head) == found:
+        if _committed(top, head, _places(pack)) == found:
             return found, f"git.g{head[:10]}"
     return found, f"git.g{head[:10]}.dirty."
 

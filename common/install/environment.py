@@ -243,17 +243,22 @@ def made(wanted: Wanted, cache_dir: Path, *, stop: threading.Event | None = None
     if wanted.beside:
         place = place.with_name(f"{place.name}-{hashlib.sha256(' '.join(wanted.beside).encode()).hexdigest()[:6]}")
     lock = place.with_name(f"{place.name}.lock")
+    points, where = _site(place) / "_base.pth", f"{_site(under).resolve()}\n"
+
+    def is_filled() -> bool:
+        """One whose base layer lay elsewhere, as in a checkout that was moved, is made anew."""
+        return bool(_ours(place)) and points.is_file() and points.read_text(encoding="utf-8") == where
 
     def fill() -> None:
         _venv(place)
-        (_site(place) / "_base.pth").write_text(f"{_site(under)}\n", encoding="utf-8")
+        points.write_text(where, encoding="utf-8")
         _install(replace(wanted, version=version, file=file, sha256=sha256), place, stop)
         told: dict[str, Any] = {"package": wanted.package, "version": version, "file": file, "sha256": sha256}
         ours = [place / "pyvenv.cfg", *(_site(place) / name for name in integrity.OURS)]
         told["ours"] = {path.relative_to(place).as_posix(): integrity.sha256(path) for path in ours}
         write_atomically(place / STAMP, json.dumps(told))
 
-    fill_once(lock, lambda: bool(_ours(place)), fill)
+    fill_once(lock, is_filled, fill)
     return Environment(
         python=_python(place),
         site=_site(place),

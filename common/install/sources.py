@@ -6,11 +6,9 @@ The version of a variant's wheel names its commit and tree: ``0+git.da482cf5c8.t
 from __future__ import annotations
 
 import hashlib
-import io
 import re
 import sys
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from common.errors import UserError
@@ -37,20 +35,9 @@ def wheel(pack: Pack, variant: str, directory: Path | None, cache: Path) -> Path
             f"With a clone that has it: nox -s {pack.name} -- --variant {variant} --source DIR"
         )
     tree = checkouts.git(repository, "rev-parse", f"{commit}^{{tree}}").stdout.decode().strip()
-    name = pack.package.replace("-", "_")
-    version = f"0+git.{commit[:10]}.tree.{tree[:10]}"
-    path = cache / "sources" / f"{name}-{version}-py3-none-any.whl"
-    with locked(path.with_suffix(".lock")):
-        if not path.is_file():
-            archive = checkouts.git(repository, "archive", "--format=tar", commit, "--", *pack.tree)
-            if archive.returncode:
-                raise UserError(f"{commit[:10]} of {pack.upstream}: {archive.stderr.decode(errors='replace').strip()}")
-            partial = path.with_suffix(".partial")
-            with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
-                files = dict(_files(tar))
-            partial.write_bytes(packed.wheel(files, name, pack.package, version))
-            partial.replace(path)
-    return path
+    return checkouts.packed_wheel(
+        pack, checkouts.committed(pack, repository, commit), f"0+git.{commit[:10]}.tree.{tree[:10]}", cache
+    )
 
 
 def pull_request(upstream: str, number: int, cache: Path) -> tuple[Path, str]:
@@ -118,18 +105,14 @@ def _fetched(upstream: str, commit: str, cache: Path) -> tuple[Path, str]:
 
 def of_sdist(sdist: Path, package: str, version: str, folder: Path) -> Path:
     """A wheel, in ``folder``, of an sdist's packages as they are: of one that cannot be built, and need not be."""
+    files: dict[str, bytes] = {}
     with tarfile.open(sdist) as tar:
-        files = {name.partition("/")[2]: data for name, data in _files(tar)}
+        for member in tar:
+            opened = tar.extractfile(member) if member.isfile() else None
+            if opened and packed.may_hold(member.name):
+                files[member.name.partition("/")[2]] = opened.read()
     packages = tuple(path.removesuffix("__init__.py") for path in files if re.fullmatch(r"[^/]+/__init__\.py", path))
     name = package.replace("-", "_")
     path = folder / f"{name}-{version}-py3-none-any.whl"
     path.write_bytes(packed.wheel({p: data for p, data in files.items() if p.startswith(packages)}, name, package, version))
     return path
-
-
-def _files(tar: tarfile.TarFile) -> Iterator[tuple[str, bytes]]:
-    """The files that a wheel may hold."""
-    for member in tar:
-        opened = tar.extractfile(member) if member.isfile() else None
-        if opened and packed.may_hold(member.name):
-            yield member.name, opened.read()

@@ -284,8 +284,9 @@ def find(name: str, packs: Path = PACKS) -> Pack:
         raise UserError(f"There are two packs of the number {found[0].name[4:6]}, {names}: give one of them another number.")
     if found:
         return load(found[0])
-    known = ", ".join(folder.name.partition("_")[0] for folder in folders) or "none"
-    raise UserError(f"There is no pack {name!r}; the packs here are: {known}.")
+    numbers = [folder.name.partition("_")[0] for folder in folders]
+    known = f"those here are {numbers[0]} – {numbers[-1]}" if numbers else "there is none here"
+    raise UserError(f"There is no pack {name!r}; {known}, and python -m common list says what each is about.")
 
 
 def load(folder: Path) -> Pack:

@@ -54,7 +54,7 @@ _KEY = (
     ("?", "untestable", "inconclusive"),
     ("#", "", "measured, not about a bug"),
     ("≈", "", "flaky: its runs differ"),
-    ("S I C E D", "", "evidence: source, interpreter, codegen, emulated, device"),
+    ("S I C D", "", "evidence: source, interpreter, codegen, device"),
     ("( )", "", "stale: the script or the fix has changed since"),
     ("blank", "", "never run"),
 )

@@ -21,7 +21,7 @@ GLYPH = {"REPRODUCED": "●", "ABSENT": "○", "CHANGED": "~", "UNTESTABLE": "?"
 LEGEND = (
     "● affected · ●→○ affected, and the pack's fix is validated · ○ not affected · ~ behaves differently · ? inconclusive · "
     "# measured, no bug is meant · ! the harness failed · ≈ flaky, its runs differ · blank: never run. "
-    "Letters, weakest evidence first: S source, I interpreter, C codegen, E emulated, D device. In brackets: stale, "
+    "Letters, weakest evidence first: S source, I interpreter, C codegen, D device. In brackets: stale, "
     "the script or the fix has changed since."
 )
 
@@ -135,7 +135,7 @@ class Run(Struct):
     side: Literal["unpatched", "patched"]
     outcome: str
     reason: str
-    evidence: Annotated[str, Meta(pattern="^(none|source|interpreter|codegen|emulated|device:.+)$")]
+    evidence: Annotated[str, Meta(pattern="^(none|source|interpreter|codegen|device:.+)$")]
     stale: bool
     receipt: Annotated[str, Meta(description="path below results/")]
     runs: int | UnsetType = UNSET

@@ -113,6 +113,7 @@ def read_diff(patch: Path) -> list[_Change]:
     except UnicodeDecodeError as error:
         raise UserError(f"{patch} is not a unified diff: it is not text.") from error
     changes = list(_changes(text))
+    _as_git_sees_it(patch, text, changes)
     if not changes:
         raise UserError(f"{patch} holds no unified diff: make one with 'git diff' or 'diff -u'.")
     if links := [change.new or change.old for change in changes if change.link]:
@@ -195,9 +196,11 @@ def _changes(text: str) -> Iterator[_Change]:
             raise UserError(
                 f"The diff has lines after the changes of {same[2]} that are no part of them: make it with one 'git diff'."
             )
-        old, new = same[1], same[2]
+        old, new = map(_unquoted, same.groups())
         if renamed := re.search(r"^(?:rename|copy) from (.*)\n(?:rename|copy) to (.*)$", head, re.MULTILINE):
-            old, new = renamed[1], renamed[2]
+            old, new = map(_unquoted, renamed.groups())
+        elif old != new:
+            raise UserError(f"The diff names {old} and {new} in one part, which is no renaming: make it with 'git diff'.")
         yield _Change(
             old="" if re.search(r"^new file mode|^copy from", head, re.MULTILINE) else old,
             new="" if re.search(r"^deleted file mode", head, re.MULTILINE) else new,
@@ -208,9 +211,36 @@ def _changes(text: str) -> Iterator[_Change]:
         )
 
 
+def _unquoted(name: str) -> str:
+    """A path as git writes it: bytes that are not ASCII as octal numbers, between quotation marks."""
+    if "\\" not in name:
+        return name.strip('"')
+    return (
+        name.strip('"')
+        .encode("latin-1", "replace")
+        .decode("unicode_escape")
+        .encode("latin-1", "replace")
+        .decode("utf-8", "replace")
+    )
+
+
+def _as_git_sees_it(patch: Path, text: str, changes: Sequence[_Change]) -> None:
+    """That git finds the same files in the diff, and so none that it would change and we pass over."""
+    if not text.startswith("diff --git") and not re.search(r"^diff --git ", text, re.MULTILINE):
+        return  # of diff -u, whose parts are made anew for git
+    done = _git(Path.cwd(), "--numstat", "-z", text=text)
+    if done.returncode:
+        raise UserError(f"{patch} is not a unified diff that git can read: {_said(done)}.")
+    seen = [line.split("\t", 2)[2] for line in done.stdout.split("\0") if line]
+    ours = [change.new or change.old for change in changes]
+    if sorted(seen) != sorted(ours):
+        other = sorted(set(seen) ^ set(ours)) or sorted(seen)
+        raise UserError(f"{patch} names {other[0]} in a way that git reads differently: make it with one 'git diff'.")
+
+
 def _has_more(text: str) -> bool:
     """Whether text that should hold no change begins one."""
-    return bool(re.search(r"^--- \S.*\n\+\+\+ \S|^diff -", text, re.MULTILINE))
+    return bool(re.search(r"^---[ \t]+\S.*\n\+\+\+[ \t]+\S|^diff -", text, re.MULTILINE))
 
 
 def _after_hunks(part: str) -> str:
@@ -228,13 +258,17 @@ def _after_hunks(part: str) -> str:
     return "\n".join(lines[at:])
 
 
-#: What a release that is installed does not hold and does not depend on. Anything else that is left out would matter.
+#: What a release that is installed does not hold and does not depend on. Anything else that is left out would matter, as what says how it
+#: is built and what it needs (setup.py, pyproject.toml, requirements.txt).
 _ASIDE = re.compile(
-    r"(?:.*/)?(?:tests?|testing|docs?|examples?|benchmarks?|scripts|ci|notebooks?|media|images|assets|\.[^/]+)/.*"
+    r"(?:testing|scripts|ci|media|images|assets|\.[^/]+)/.*"
+    r"|(?:.*/)?(?:tests?|docs?|examples?|benchmarks?|notebooks?)/.*"
     r"|(?:.*/)?[^/]*\.(?:md|rst|ipynb|png|jpe?g|gif|svg|ya?ml)"
-    r"|(?:setup|conftest|noxfile)\.py|(?:pyproject|uv)\.toml|setup\.cfg|tox\.ini|uv\.lock|Makefile|requirements[^/]*\.txt"
+    r"|(?:conftest|noxfile)\.py|uv\.toml|tox\.ini|uv\.lock|Makefile|requirements[-_/](?:dev|tests?|docs?|lint)[^/]*\.txt"
     r"|LICENSE[^/]*|CHANGELOG[^/]*|AUTHORS|NOTICE|CODEOWNERS|VERSION|\.[^/]+"
 )
+#: What is compiled into a release: a wheel may hold its source as well, and it changes nothing there.
+_COMPILED = (".c", ".cc", ".cpp", ".cu", ".cxx", ".rs")
 
 
 def _kind(change: _Change, prefix: str, shipped: set[str], overlay: Path) -> str:
@@ -245,7 +279,7 @@ def _kind(change: _Change, prefix: str, shipped: set[str], overlay: Path) -> str
         return "skipped" if _ASIDE.fullmatch(name) and not change.binary else "unsupported"
     before = _place(change.old, prefix, shipped) if change.old else ""
     there = bool(before) and (overlay / str(before)).is_file()
-    if change.binary or not all(places):
+    if change.binary or not all(places) or name.endswith(_COMPILED):
         return "unsupported"
     if not there and not name.endswith((".py", ".pyi", ".json", ".txt", ".md")):
         return "unsupported"  # Sources of compiled code, mostly.
@@ -327,38 +361,42 @@ def _is_metadata(path: str) -> bool:
     return first.endswith((".dist-info", ".data")) or first in ("..", "__pycache__") or first.endswith(".pth")
 
 
-def _git_apply(patch: Path, release: str, change: _Change, prefix: str, overlay: Path) -> None:
-    """Let git apply one file's hunks (it allows moved lines, not changed context); `UserError` when it will not."""
+def _git(folder: Path, *options: str, text: str) -> subprocess.CompletedProcess[str]:
+    """``git apply`` of a diff's text to a folder, as if that were in no repository."""
     git = shutil.which("git")
     if git is None:
         raise UserError("--patch needs git to apply a diff: install git, or apply the diff yourself and use --release-path.")
+    return subprocess.run(
+        [git, "apply", "--whitespace=nowarn", *options, "-"],
+        input=text,
+        text=True,
+        cwd=folder,
+        capture_output=True,
+        # Inside a checkout git would take the paths as the checkout's own and pass over them without a word.
+        env={
+            **{name: value for name, value in os.environ.items() if not name.startswith("GIT_")},
+            "GIT_CEILING_DIRECTORIES": str(folder.parent),
+            "LC_ALL": "C",
+        },
+    )
+
+
+def _said(done: subprocess.CompletedProcess[str]) -> str:
+    said = [line.removeprefix("error: ") for line in done.stderr.strip().splitlines() if line.startswith("error: ")]
+    return "; ".join(said[:2]) or f"git apply exited with {done.returncode}"
+
+
+def _git_apply(patch: Path, release: str, change: _Change, prefix: str, overlay: Path) -> None:
+    """Let git apply one file's hunks (it allows moved lines, not changed context); `UserError` when it will not."""
     name = change.old or change.new
     strip = 1 + (prefix.count("/") if prefix and name.startswith(prefix) else 0)
     text = change.text
     if not text.startswith("diff --git"):  # As diff -u names them: nothing but a path to strip.
         text = re.sub(r"^(---|\+\+\+) (?!/dev/null)(?:[ab]/)?", r"\1 x/", text, count=2, flags=re.MULTILINE)
-
-    def apply(*options: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [git, "apply", f"-p{strip}", "--whitespace=nowarn", *options, "-"],
-            input=text,
-            text=True,
-            cwd=overlay,
-            capture_output=True,
-            # Inside a checkout git would take the paths as the checkout's own and pass over them without a word.
-            env={
-                **{name: value for name, value in os.environ.items() if not name.startswith("GIT_")},
-                "GIT_CEILING_DIRECTORIES": str(overlay.parent),
-                "LC_ALL": "C",
-            },
-        )
-
-    done = apply()
+    done = _git(overlay, f"-p{strip}", text=text)
     if done.returncode:
-        if apply("--reverse", "--check").returncode == 0:
+        if _git(overlay, f"-p{strip}", "--reverse", "--check", text=text).returncode == 0:
             raise UserError(f"{patch} is contained in {release} already: {name} has its change.")
-        said = [line.removeprefix("error: ") for line in done.stderr.strip().splitlines() if line.startswith("error: ")]
-        why = "; ".join(said[:2]) or f"git apply exited with {done.returncode}"
         raise UserError(
-            f"{patch} does not apply to {release}: {why}. Take a diff made against it, or choose another --release."
+            f"{patch} does not apply to {release}: {_said(done)}. Take a diff made against it, or choose another --release."
         )

@@ -52,6 +52,9 @@ def _follows(path: Path, document: Receipt, log: str) -> Iterator[str]:
     ):
         if own != value:
             yield f"its {name} is {plain(repr(own))}, and its log names {plain(repr(value))}"
+    checked = {each.name for each in document.predicate.configuration} & {"validate.py"}
+    if checked and (facts.side, verdict.outcome) == ("patched", "ABSENT") and not opening.get("validate"):
+        yield "it is FIX_VALIDATED by repro.py alone, and its pack has a validate.py"
     if facts.command and opening.get("arguments") != facts.command[-len(opening["arguments"]) or len(facts.command) :]:
         yield "its command does not end with the arguments that its log names"
     uri = document.subject[0].uri
@@ -122,7 +125,7 @@ class Published:
 
 
 class Known:
-    """What a record may rest on besides a file of the index: commits that packs name, by pack and variant, and other records."""
+    """What a record may rest on besides a file of the index: commits that packs name, as package URLs by pack and variant, and other records."""
 
     def __init__(self, commits: Mapping[tuple[str, str], str] | None = None, results: Path | None = None) -> None:
         self.commits, self.results = commits or {}, results
@@ -172,10 +175,15 @@ def verify(path: Path, published: Published, *, reviewed: bool = False, known: K
 def _recorded(document: Receipt, known: Known, published: Published) -> Iterator[str]:
     """Whether a record is of a file that the index has, or of a commit that its pack names."""
     cell, digest = document.cell, document.subject[0].digest
-    commit = known.commits.get((cell.pack, cell.variant), "")
-    if commit or "+" in cell.version:
+    uri = known.commits.get((cell.pack, cell.variant), "")
+    if uri or "+" in cell.version:
+        commit = uri.partition("@")[2]
         if not (commit and re.fullmatch(rf"0\+git\.{commit[:10]}\.tree\.[0-9a-f]{{10}}", cell.version)):
             yield f"{cell.version} is no release and no commit that {cell.pack} names: its place is below review/"
+        elif document.subject[0].uri != uri:
+            yield f"its subject is {plain(document.subject[0].uri)}, and {cell.pack} names {uri}"
+        elif not digest.sha256 and document.facts.environment.distributions:
+            yield "it does not say by a sha256 which files of the commit ran"
         return
     wanted = published.sha256(cell.dist, cell.version)
     told, index = document.subject[0].uri.partition("?repository_url=")[::2]
@@ -193,24 +201,27 @@ def _recorded(document: Receipt, known: Known, published: Published) -> Iterator
         yield f"its subject has sha256 {digest.sha256[:12]}…, and the index publishes {wanted[0][:12]}… for {cell.dist} {cell.version}"
 
 
-def problems(results: Path, paths: Iterable[Path], look: Callable[[Path], Iterable[str]]) -> Iterator[tuple[Path, list[str]]]:
-    """What ``look`` finds at each receipt; one that cannot be read is a problem like any other.
+def problems(
+    results: Path, paths: Iterable[Path], look: Callable[[Path], Iterable[str]]
+) -> Iterator[tuple[Path, list[str], str]]:
+    """What ``look`` finds at each receipt, or why it cannot be read.
 
     And what lies beside the receipts: folders that no machine.json describes, logs that no receipt names.
     """
     named: set[Path] = set()
     for path in paths:
         found: list[str] = []
+        why = ""
         try:
             named |= {path.parent / name for name in receipt.log_names(receipt.read(path))}
             found += look(path)
         except UserError as error:
-            found.append(str(error))
+            why = str(error)
         except (TypeError, ValueError, KeyError, OverflowError, RecursionError) as error:
-            found.append(f"it cannot be read ({type(error).__name__}: {plain(str(error))})")
-        yield path, found
+            why = f"{path} cannot be read ({type(error).__name__}: {plain(str(error))})"
+        yield path, found, why
     for described, sentence in receipt.strays(results).items():
-        yield described, [sentence]
+        yield described, [sentence], ""
     for log in receipt.logs(results):
         if log not in named:
-            yield log, ["no receipt names this log"]
+            yield log, ["no receipt names this log"], ""

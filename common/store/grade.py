@@ -31,7 +31,7 @@ NOT_RIGHT = "it measured something that is not right: "
 BITWISE = "BITWISE_IDENTICAL"
 CLAIMS = (BITWISE, "MEMORY_SAVE_VERIFIED", "LEGALITY_PROVED")
 #: Weakest first; "device" is followed by ":sm_90" and the like.
-EVIDENCE = ("none", "source", "interpreter", "codegen", "emulated", "device")
+EVIDENCE = ("none", "source", "interpreter", "codegen", "device")
 
 
 def strength(evidence: str) -> int:
@@ -44,11 +44,11 @@ CRASHES = ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRA
 
 #: The levels of what a lane runs; a lane by another name leaves none.
 LANES = {
-    "device": ("source", "codegen", "emulated", "device"),
-    "cpu": ("source", "emulated", "device"),
-    "fake-cuda|megatron-cpu|te-cpu": ("source", "emulated"),
-    "tilelang-cpu|triton-interpreter(-[a-z0-9]+)?": ("source", "interpreter", "emulated"),
-    "(tilelang|triton)-codegen": ("source", "codegen", "emulated"),
+    "device": ("source", "codegen", "device"),
+    "cpu": ("source", "device"),
+    "fake-cuda|megatron-cpu|te-cpu": ("source",),
+    "tilelang-cpu|triton-interpreter(-[a-z0-9]+)?": ("source", "interpreter"),
+    "(tilelang|triton)-codegen": ("source", "codegen"),
 }
 
 _SENTINEL = re.compile(r"^(BUG_REPRODUCED|BUG_ABSENT|FIX_VALIDATED|MEASURED|(?:CHANGED|UNTESTABLE)(?:: .+)?)$")
@@ -125,7 +125,7 @@ def _grade(opening: dict[str, Any], body: list[str], closing: dict[str, Any]) ->
     verdict = _of_script(opening, body[: opening.get("lines")], closing)
     if verdict.outcome not in ("ABSENT", "NOTHING_TO_FIX"):
         return verdict
-    if not isinstance(second, dict) or not isinstance(opening.get("lines"), int):
+    if not isinstance(second, dict) or type(opening.get("lines")) is not int or opening["lines"] < 0:
         raise Disagreement("FIX_VALIDATED without validate.py, which the pack has")
     # A lane of its own may run it, which computes what the first one compiles.
     deep = _of_script({**opening, "patch": None, "triggers": 0, "also": "interpreter"}, body[opening["lines"] :], second)
@@ -192,7 +192,7 @@ def _proved(opening: dict[str, Any], body: list[str], exit_code: object, sentine
     word, _, reason = sentinel.partition(": ")
     reason = plain(reason)
     outcome = {"BUG_REPRODUCED": "REPRODUCED", "BUG_ABSENT": "ABSENT", "FIX_VALIDATED": "ABSENT"}.get(word, word)
-    if exit_code != EXIT[outcome]:
+    if type(exit_code) is not int or exit_code != EXIT[outcome]:
         raise Disagreement(f"the script printed {sentinel!r}, which means exit {EXIT[outcome]}, and exited with {exit_code}")
     if (word == "FIX_VALIDATED") != (outcome == "ABSENT" and opening.get("side") == "patched"):
         raise Disagreement(f"{sentinel!r} is not for the {opening.get('side')} side")
@@ -209,9 +209,7 @@ def _proved(opening: dict[str, Any], body: list[str], exit_code: object, sentine
     evidence = facts.get("evidence")
     if outcome == "CHANGED" and evidence == "none" and facts.get("checks") == []:
         return Verdict(outcome=outcome, reason=reason)  # It died before it could say where it runs.
-    if not isinstance(evidence, str) or not re.fullmatch(
-        r"source|interpreter|codegen|emulated|device:(?:sm_[0-9a-z]+|cpu)", evidence
-    ):
+    if not isinstance(evidence, str) or not re.fullmatch(r"source|interpreter|codegen|device:(?:sm_[0-9a-z]+|cpu)", evidence):
         raise Disagreement(f"the JSON line has an unknown evidence level {evidence!r}")
     on_cpu, lane = evidence == "device:cpu", str(opening.get("lane"))
     known = next((levels for name, levels in LANES.items() if re.fullmatch(name, lane)), ())
@@ -238,8 +236,13 @@ def _of_patch(opening: dict[str, Any], verdict: Verdict) -> Verdict:
         return verdict
     if left := opening["patch"].get("unsupported"):
         return replace(verdict, outcome="UNTESTABLE", reason=plain(f"partial-patch ({', '.join(map(str, left))})"), claims=())
-    if opening["patch"].get("unpatched") != "REPRODUCED":
+    before = plain(str(opening["patch"].get("unpatched")))
+    if before == "ABSENT":
         return replace(verdict, outcome="NOTHING_TO_FIX", reason="the controls still hold", claims=())
+    if before != "REPRODUCED":
+        return replace(verdict, outcome="UNTESTABLE", reason=f"unpatched ({before})", claims=())
+    if not opening.get("validate"):  # repro.py asks whether the bug is there: of a diff that is too little to certify it.
+        return replace(verdict, outcome="UNTESTABLE", reason="not-validated (the pack has no validate.py)", claims=())
     return verdict
 
 
@@ -256,7 +259,7 @@ def _origin(opening: dict[str, Any], facts: dict[str, Any]) -> str:
     if version != opening["version"]:
         raise Disagreement(f"release {opening['version']} was asked for, and {version} ran")
     root = "<overlay>/" if opening.get("side") == "patched" else "<release>/"
-    if not file.startswith(root):
+    if not file.startswith(root) or ".." in file.split("/"):
         raise Disagreement(f"the code that ran was imported from {file!r}, not from {root}")
     return f"{opening.get('dist')} {version} from {file}"
 
@@ -304,7 +307,7 @@ def _check(raw: Any) -> _Check:
         raise ValueError("its ok is neither true nor false")
     if raw["role"] not in ROLES:
         raise ValueError(f"its role is none of {', '.join(ROLES)}")
-    if not str(raw["name"]).strip():
+    if not plain(str(raw["name"])).strip():
         raise ValueError("it has no name")
     check = _numeric(raw) if "limit" in raw else _Check(plain(str(raw["name"])), raw["role"], None, None, raw["ok"])
     if check.ok is not raw["ok"]:

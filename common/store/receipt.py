@@ -140,7 +140,7 @@ class Facts(_Strict):
     lane: Annotated[str, like("[a-z0-9-]+")]
     outcome: Literal["REPRODUCED", "ABSENT", "CHANGED", "UNTESTABLE", "ERROR", "NOTHING_TO_FIX", "NOTHING_TO_PATCH", "MEASURED"]
     reason: str
-    evidence: Annotated[str, like("(none|source|interpreter|codegen|emulated|device:(?:sm_[0-9a-z]+|cpu))")]
+    evidence: Annotated[str, like("(none|source|interpreter|codegen|device:(?:sm_[0-9a-z]+|cpu))")]
     bug_error: Error
     limit: Error
     control_error: Error

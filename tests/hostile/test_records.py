@@ -29,6 +29,11 @@ def loaded(results):
     return history.load(results, [PACK])
 
 
+def wrong(results, paths):
+    """What is wrong with each receipt, or why it cannot be read."""
+    return {path: found or [why] for path, found, why in audit.problems(results, paths, audit.regrade) if found or why}
+
+
 def edit(path, **facts):
     document = json.loads(path.read_text())
     document["predicate"]["reproducer"].update(facts)
@@ -70,7 +75,7 @@ def test_an_odd_receipt_is_named_and_the_rest_goes_on(kind, tmp_path, store):
         lambda: list(pins.text(pins.advise(PACK.package, [PACK], found))),
     ):
         make()
-    problems = dict(audit.problems(tmp_path, receipt.stored(tmp_path), audit.regrade))
+    problems = wrong(tmp_path, receipt.stored(tmp_path))
     assert odd in problems
 
 
@@ -78,11 +83,11 @@ def test_an_odd_log_is_named(tmp_path, store):
     path = store(tmp_path)
     log = path.parent / raw(path)["predicate"]["reproducer"]["log"]["name"]
     log.write_bytes(b"\xff\xfe")
-    assert "is not the one" in dict(audit.problems(tmp_path, [path], audit.regrade))[path][0]
+    assert "is not the one" in wrong(tmp_path, [path])[path][0]
     import hashlib
 
     edit(path, log={"name": log.name, "sha256": hashlib.sha256(b"\xff\xfe").hexdigest(), "cut": 0})
-    assert "is not UTF-8" in dict(audit.problems(tmp_path, [path], audit.regrade))[path][0]
+    assert "is not UTF-8" in wrong(tmp_path, [path])[path][0]
 
 
 def test_receipts_without_a_machine_are_named(tmp_path, store):
@@ -92,14 +97,14 @@ def test_receipts_without_a_machine_are_named(tmp_path, store):
     found = loaded(tmp_path)
     assert {seen.machine for seen in found.runs} == {"test-machine"}
     assert any(path.name == "machine.json" and path.parent.name == "other" for path in found.unreadable)
-    assert "machine.json is missing" in str(dict(audit.problems(tmp_path, receipt.stored(tmp_path), audit.regrade)))
+    assert "machine.json is missing" in str(wrong(tmp_path, receipt.stored(tmp_path)))
 
 
 def test_a_log_that_no_receipt_names_is_named(tmp_path, store):
     path = store(tmp_path)
     orphan = path.with_name("liger-kernel-0.7.0.unpatched.0123456789ab.log")
     orphan.write_text("x")
-    assert dict(audit.problems(tmp_path, receipt.stored(tmp_path), audit.regrade))[orphan] == ["no receipt names this log"]
+    assert wrong(tmp_path, receipt.stored(tmp_path))[orphan] == ["no receipt names this log"]
 
 
 @pytest.mark.parametrize(
