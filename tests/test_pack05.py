@@ -25,7 +25,7 @@ def test_the_table_of_the_readme_is_what_validate_py_measured():
     for kind in ("dense", "varlen"):
         row = next(line for line in readme.splitlines() if re.match(rf"\| {kind}, ", line))
         worst = [max(each.values()) for name, each in errors.items() if name.startswith(kind)]
-        assert [f"{w:.1e}" for w in worst] == [cell.strip() for cell in row.split("|")[2:7]]
+        assert [f"{w:.1e}" for w in worst] == [cell.strip() for cell in row.split("|")[2:-1] if cell.strip() != "–"]
 
 
 @pytest.mark.network

@@ -5,6 +5,7 @@ Runs after repro.py where a patch is judged: the pack has no fix of its own. Whe
 
 import contextlib
 import weakref
+from functools import partial
 
 import repro
 import torch
@@ -118,6 +119,38 @@ def freed(how):
     return inside[0]() is None and out.requires_grad
 
 
+class Several(torch.nn.Module):
+    """Two tensors, a number and a keyword in, two tensors or two and a number out, FP8 inside."""
+
+    def __init__(self, layer, recipe, gives):
+        super().__init__()
+        self.layer, self.recipe, self.gives = layer, recipe, gives
+
+    def forward(self, x, other, factor, *, gain):
+        with repro.te.fp8_autocast(enabled=True, fp8_recipe=self.recipe):
+            y = self.layer(x * factor)
+        return (y + other, gain * y, 3)[: self.gives]
+
+
+def several(gives, **checkpoint):
+    """After each step what comes back, gradients, scales and histories, or what is raised."""
+    parts, found = network(), []
+    block = Several(parts[0], repro.recipes.DelayedScaling(amax_history_len=LENGTH), gives)
+    call = partial(repro.te.checkpoint, block, **checkpoint) if checkpoint else block
+    torch.manual_seed(1)
+    try:
+        for i in range(STEPS):
+            x, other = tensor(1000 if i % 3 == 0 else 1).requires_grad_(), tensor(1).requires_grad_()
+            first, second, *rest = call(x, other, 2.0, gain=3.0)
+            (first - 2 * second).backward(tensor(1))
+            tensors = [first, second, x.grad, other.grad, *(p.grad for p in parts[0].parameters()), *scales(parts[:1])]
+            found.append((rest, [t.detach().clone() for t in tensors]))
+            parts.zero_grad()
+    except Exception as error:  # what it raises is the finding
+        return f"{type(error).__name__}: {error}"
+    return found
+
+
 def main():
     every = tuple(range(BLOCKS))
     for how in {}, {"use_reentrant": False}:
@@ -127,6 +160,14 @@ def main():
         name = f"{'not ' * bool(how)}reentrant"
         check("trigger", f"{name}: blocks run {len(ran)} times in a step, of {2 * BLOCKS}", len(ran) == 2 * BLOCKS)
         check("trigger", f"{name}: an activation inside is freed after the forward", freed(how))
+        for gives, what in ((2, "two"), (3, "two and a number")):
+            want, got = several(gives), several(gives, use_reentrant=how.get("use_reentrant", True))
+            raised = got if isinstance(got, str) else ""
+            same = not raised and all(
+                a[0] == b[0] and all(map(torch.equal, a[1], b[1])) for a, b in zip(got, want, strict=True)
+            )
+            case = f"{name}, two tensors and a keyword in, {what} back"
+            check("trigger", f"{case}: bitwise as without te.checkpoint{raised and f' ({raised})'}", same)
     for name, options in (
         ("FP8 inside all blocks", {}),
         ("FP8 inside the second block", {"in_fp8": (1,)}),

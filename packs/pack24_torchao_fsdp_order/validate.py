@@ -4,6 +4,11 @@ Runs after repro.py on the patched side. A load has to stay one: assigned tensor
 precomputed scales are used.
 """
 
+import copy
+import gc
+import pickle
+import weakref
+
 import repro
 import torch
 import torch.distributed as dist
@@ -148,6 +153,17 @@ def cases():
     same = all(map(torch.equal, copied, assigned)) and all(y.isfinite().all().item() for y in copied)
     yield "training after assign=True is bitwise that after a copy", {"ok": same}
     yield "training after assign=True: one all-reduce for all scales", {"ok": some == more == 1}
+    model = sharded(copy.deepcopy(converted(layers("meta"))))
+    model.load_state_dict(checkpoint(layers()), assign=True)
+    yield "a deep copy, loaded", step(model, alone)
+    model = sharded(pickle.loads(pickle.dumps(converted(layers()))))
+    model.load_state_dict(checkpoint(layers()), assign=True)
+    yield "pickled, loaded", step(model, alone)
+    model = converted(layers())
+    before = [weakref.ref(parameter) for parameter in model.parameters()]
+    sharded(model).load_state_dict(checkpoint(layers()), assign=True)
+    gc.collect()
+    yield "whole weights from before are given up", {"ok": not any(each() is not None for each in before)}
     yield "loaded before it is sharded", step(early(), alone)
     part, trains = step(early(1), alone), [p.requires_grad for p in early(1).parameters()]
     yield (

@@ -5,13 +5,17 @@ is none.
 """
 
 import argparse
+import contextlib
 import inspect
 import math
 import os
 import subprocess
 import sys
 import tempfile
+import traceback
+from importlib import util
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +26,7 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--ranks", metavar="FILE", help=argparse.SUPPRESS)
 B, S, V, SMALL = 2, 6, 40000, 1000  # more than one block of the kernels, 32,768, and what is quick without a GPU
 HALF = torch.bfloat16 if device == "cuda" else torch.float16
+TRITON = str(Path(util.find_spec("triton").origin).parent)
 
 
 def judge(name, found):
@@ -57,15 +62,39 @@ def called(function, name, logits, labels, given, mean=False):
 
 
 class Synchronizes(TorchDispatchMode):
-    """Operators that wait for the GPU, which a captured CUDA graph cannot."""
+    """What waits for the GPU, which a captured CUDA graph cannot: what gives its numbers to the host, and results whose shape depends on numbers."""
+
+    OPERATORS = "_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive"
+    METHODS = "item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"
 
     def __init__(self):
         super().__init__()
-        self.found = set()
+        self.found, self.patches = set(), contextlib.ExitStack()
+
+    def __enter__(self):
+        """A CPU tensor's numbers can be taken without an operator."""
+        for owner, names in ((torch.Tensor, self.METHODS), (torch.cuda, ("synchronize",))):
+            for name in names:
+                self.patches.enter_context(mock.patch.object(owner, name, self.noting(name, getattr(owner, name))))
+        return super().__enter__()
+
+    def __exit__(self, *raised):
+        self.patches.close()
+        return super().__exit__(*raised)
+
+    def noting(self, name, function):
+        def noted(*given, **named):
+            if not any(frame.filename.startswith(TRITON) for frame in traceback.extract_stack(limit=8)):  # the interpreter
+                self.found.add(name)
+            return function(*given, **named)
+
+        return noted
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default):
-            self.found.add(str(op))
+        name = op.overloadpacket.__name__
+        picks = name.startswith(("index", "_index_put")) and isinstance(args[1], (list, tuple))
+        if name in self.OPERATORS or (picks and any(t is not None and t.dtype is torch.bool for t in args[1])):
+            self.found.add(f"{op}{' of a mask' * picks}")
         return op(*args, **(kwargs or {}))
 
 
@@ -97,13 +126,16 @@ def calls(function):
         "trigger", "a logit that is no number: the mean is none", function.apply(broken, labels, 0.0, True, None).isnan().all()
     )
     if "is_cg_capturable" in inspect.signature(function.forward).parameters:
-        for mean in (False, True):
+        for mean, given in ((False, weights), (True, 3 * one), (False, torch.ones_like(weights)), (True, one)):
+            name = f"is_cg_capturable, {'a mean' if mean else 'each token'}, {'its gradient 1' if given.eq(1).all() else 'weighted'}"
+            right, want = exact(logits, labels, given, mean)
             mine = logits.clone().requires_grad_()
             with Synchronizes() as mode:
                 loss = function.apply(mine, labels, 0.0, mean, None, -100, True)
-                loss.backward(torch.full_like(loss, 2.0))
-            name = f"is_cg_capturable, {'a mean' if mean else 'each token'}: nothing waits for a GPU: {mode.found or 'nothing'}"
-            check("trigger", name, not mode.found)
+                loss.backward(given.reshape(loss.shape))
+            check("trigger", f"{name}: nothing waits for a GPU: {mode.found or 'nothing'}", not mode.found)
+            check("trigger", f"{name}: loss", error=off(loss.double().reshape(right.shape), right), limit=LIMIT)
+            check("trigger", f"{name}: gradient", error=off(mine.grad.double(), want), limit=LIMIT)
 
 
 def halves(function, name, given, **options):
@@ -115,29 +147,48 @@ def halves(function, name, given, **options):
     check("trigger", f"{name}, {HALF}: gradient off by {times:.1f} roundings, at most 3", times <= 3)
 
 
+def laid(logits, labels, layout):
+    """The same numbers, as a transposed tensor or a slice has them."""
+    if "logits transposed" in layout:
+        logits = logits.transpose(0, 1).contiguous().transpose(0, 1)
+    if "logits[:, :-1]" in layout:
+        logits = torch.cat([logits, logits[:, :1]], 1)[:, :-1]
+    if "labels[:, 1:]" in layout:
+        labels = torch.cat([labels[:, -1:], labels], 1)[:, 1:]
+    return logits.requires_grad_(), labels
+
+
 def of_ranks(file):
     """What each of two ranks finds for its half of the vocabulary."""
-    both = torch.cuda.device_count() > 1
-    torch.distributed.init_process_group("nccl" if both else "gloo")
+    gpus = torch.cuda.device_count() > 1
+    torch.distributed.init_process_group("nccl" if gpus else "gloo")
     rank, found = torch.distributed.get_rank(), []
-    if both:
+    if gpus:
         torch.cuda.set_device(rank)
-    where = f"cuda:{rank}" if both else "cpu"
+    where = f"cuda:{rank}" if gpus else "cpu"
     function = release()
     ignores = "ignore_idx" in inspect.signature(function.forward).parameters
     alone = [torch.distributed.new_group([each]) for each in (0, 1)][rank]
     halves_of, whole = (lambda t: t.chunk(2, -1)[rank].contiguous()), (lambda t: t)
+    both = torch.distributed.group.WORLD
     for name, group, part, mean, ignored in (
         ("no group", None, whole, False, 0),
         ("a group of its own", alone, whole, False, 0),
-        ("each token", torch.distributed.group.WORLD, halves_of, False, 0),
-        ("mean", torch.distributed.group.WORLD, halves_of, True, 0),
-        ("mean, ignored", torch.distributed.group.WORLD, halves_of, True, IGNORED),
-    )[: 4 + ignores]:
+        ("each token", both, halves_of, False, 0),
+        ("mean", both, halves_of, True, 0),
+        *(
+            (f"{'mean' if mean else 'each token'}, {how}", both, halves_of, mean, 0)
+            for how in LAYOUTS
+            for mean in (False, True)
+        ),
+        ("logits[:, :-1], labels[:, 1:]", both, halves_of, False, 0),
+        *[("mean, ignored", both, halves_of, True, IGNORED)] * ignores,
+    ):
         logits, labels = (t.to(where) for t in inputs(ignored, sizes=(B, S, V)))
         given = torch.tensor(-3.0, device=where) if mean else torch.linspace(-1, 2, B * S, device=where).view(B, S)
         right, want = exact(logits, labels, given, mean)
-        loss = function.apply(mine := part(logits).requires_grad_(), labels, 0.0, mean, group)
+        mine, labels = laid(part(logits), labels, name)
+        loss = function.apply(mine, labels, 0.0, mean, group)
         loss.backward(given.reshape(loss.shape))
         errors = off(loss.detach().double().reshape(right.shape), right), off(mine.grad.double(), part(want))
         found.append(f"{name}\t{errors[0]}\t{errors[1]}")
