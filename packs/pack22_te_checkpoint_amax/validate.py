@@ -8,6 +8,7 @@ import contextlib
 import os
 import sys
 from functools import partial
+from unittest import mock
 
 import repro
 import torch
@@ -97,17 +98,43 @@ def failure(parts, fp8, checkpointed, how):
         repro.te.checkpoint(wrong, next(iter(data())).requires_grad_(), use_reentrant=how != "not reentrant")
 
 
+def lost(parts, fp8, checkpointed, how):
+    """The recomputation of what is checkpointed raises, before any layer has run."""
+    calls = []
+
+    def once(x):
+        calls.append(1)
+        if len(calls) > 1:
+            raise ValueError
+        return 2 * x
+
+    with repro.te.fp8_autocast(enabled=True, fp8_recipe=fp8):
+        if not checkpointed:
+            return
+        x = torch.ones(repro.ROWS, repro.SIZE, device="cuda", requires_grad=True)
+        y = repro.te.checkpoint(once, x, use_reentrant=how != "not reentrant")
+    with contextlib.suppress(ValueError):
+        y.sum().backward()
+
+
 def equal(a, b):
     """Bitwise the same, and what is no number in the same places."""
     return torch.equal(a.nan_to_num(0.5), b.nan_to_num(0.5)) and torch.equal(a.isnan(), b.isnan())
 
 
+def holds_tensors(value):
+    """Of a list or tuple, which modules put into their state dicts with what it holds."""
+    return isinstance(value, (list, tuple)) and any(isinstance(t, torch.Tensor) or holds_tensors(t) for t in value)
+
+
 def same(name, make, fp8, **options):
     """Bitwise the same after all steps as without checkpointing."""
-    plain = trained(make, fp8, **{**options, "checkpointed": ()})
-    got = trained(make, fp8, **options)
+    made, plain = [], trained(make, fp8, **{**options, "checkpointed": ()})
+    got = trained(lambda: made.append(make()) or made[0], fp8, **options)
+    extra = [key for part in made[0].modules() for key, value in getattr(part, "fp8_meta", {}).items() if holds_tensors(value)]
     stored = getattr(repro.manager, "quantization_state", repro.manager).fp8_tensors_recompute_buffer
     check("trigger", f"{name}: nothing is kept for a recomputation that is over", not any(map(len, stored)))
+    check("trigger", f"{name}: no tensors but scales and histories go into a state dict", not extra)
     wrong = next((i for i, (a, b) in enumerate(zip(got, plain, strict=True)) if not all(map(equal, a, b))), None)
     check(
         "trigger",
@@ -118,13 +145,17 @@ def same(name, make, fp8, **options):
 
 
 def defined(plain):
-    """The scale of the first block's input, and of the gradient of the last one's output: of the largest of the last steps that are numbers."""
+    """The scale of the first block's input, and of the gradient of the last one's output: of the largest of the last steps, where that is a number."""
     torch.manual_seed(1)
-    amaxes = [[t.float().abs().max() for t in inputs(i, nan=True)] for i in range(STEPS)]
+    zeros = 0.0 if repro.kernel else None  # the GPU's casts pass over what is no number
+    amaxes = [
+        [(t if zeros is None else t.nan_to_num(zeros)).float().abs().max() for t in inputs(i, nan=True)] for i in range(STEPS)
+    ]
     for name, k, at, largest in (("input", 0, -16, 448), ("gradient", 1, -2, 57344)):
         for i, tensors in enumerate(plain):
             newest = torch.stack([amax[k] for amax in amaxes[max(0, i - LENGTH + 1) : i + 1]]).max()
-            if newest.isfinite() and not torch.isclose(tensors[at][0], largest / newest, rtol=1e-6):
+            want = largest / newest if newest.isfinite() else plain[i - 1][at][0]  # what is no number changes no scale
+            if not torch.isclose(tensors[at][0], want, rtol=1e-6):
                 check("trigger", f"the scale of the {name} after step {i} is that of the largest of {LENGTH}", False)
                 break
         else:
@@ -152,6 +183,32 @@ def followed():
     check("trigger", f"scales of input and weight, margin 1, are those of the largest of {LENGTH} steps{until}", wrong is None)
 
 
+def by_functions():
+    """A function's own number is taken, with a checkpoint and without: an average of a history, its newest row, a scale of its own."""
+    own = repro.recipes.DelayedScaling(amax_history_len=LENGTH, scaling_factor_compute_algo=doubled)
+    for name, fp8, want in (
+        ("an average", recipe(average), lambda seen: 448 / (sum(seen[-LENGTH:]) / LENGTH)),
+        ("the newest amax", recipe(newest), lambda seen: 448 / seen[-1]),
+        ("a scale of a function", own, lambda seen: 448 / max(seen[-LENGTH:]) / 2),
+    ):
+        for how in ((), ((0,), "reentrant"), ((0,), "not reentrant"), ((0,), "nested")):
+            parts, seen, wrong = repro.blocks(1), [], None
+            torch.manual_seed(1)
+            for i in range(STEPS):
+                x, gradient = inputs(i)
+                seen.append(x.float().abs().max().item())
+                step(parts, fp8, x, gradient, *how)
+                scale = parts[0].fp8_meta["scaling_fwd"].scale[0].item()
+                if wrong is None and not abs(scale / want(seen) - 1) < 1e-5:
+                    wrong = i
+            case = f"{name}, {how[1] if how else 'no checkpoint'}"
+            check(
+                "trigger",
+                f"{case}: the scale is that of the function{'' if wrong is None else f' until step {wrong}'}",
+                wrong is None,
+            )
+
+
 def used():
     """Scales are those that tensors are quantized with: inputs and gradients beyond the ends of FP8 come out right."""
     parts = repro.blocks(1)
@@ -170,7 +227,7 @@ def used():
 
 
 def kept():
-    """A weight that is cast in the first two steps alone: no amax of it is new after them, so none is forgotten, while those of the input are."""
+    """A weight that is cast in the first two steps alone: no amax of it is new after them. The release forgets the older one, the kernel none; those of the input are."""
     parts, want = repro.blocks(1), [[], []]
     torch.manual_seed(1)
     for i in range(LENGTH + 3):
@@ -182,9 +239,12 @@ def kept():
         with repro.te.fp8_autocast(enabled=True, fp8_recipe=recipe(repro.largest)):
             y = parts[0](x.requires_grad_(), is_first_microbatch=i < 2)
         y.backward(gradient)
-    want = torch.tensor([448 / max(want[0][-LENGTH:]), 448 / max(want[1][:2])])
-    same = torch.allclose(parts[0].fp8_meta["scaling_fwd"].scale[:2].cpu(), want, rtol=1e-6)
-    check("trigger", "a weight that is not cast again keeps its history, and the input's goes on", same)
+    scales = parts[0].fp8_meta["scaling_fwd"].scale[:2].cpu()
+    known = [torch.tensor([448 / max(want[0][-LENGTH:]), 448 / amax]) for amax in (max(want[1][:2]), want[1][1])]
+    same = any(torch.allclose(scales, each, rtol=1e-6) for each in known)
+    check(
+        "trigger", "a weight that is not cast again has a scale of those that it was cast with, and the input's goes on", same
+    )
 
 
 class Several(torch.nn.Module):
@@ -220,15 +280,40 @@ def arguments():
 
 
 class Waits(TorchDispatchMode):
-    """Operators that wait for the GPU."""
+    """What waits for the GPU: what gives its numbers to the host, and operators whose result's shape depends on numbers, as a mask picks them."""
+
+    OPERATORS = "_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive"
+    METHODS = "item", "tolist", "cpu", "numpy", "to", "__bool__", "__int__", "__float__", "__index__"
 
     def __init__(self):
         super().__init__()
-        self.found = set()
+        self.found, self.patches = set(), contextlib.ExitStack()
+
+    def __enter__(self):
+        """A CPU tensor's numbers can be taken without an operator."""
+        for owner, names in ((torch.Tensor, self.METHODS), (torch.cuda, ("synchronize",))):
+            for name in names:
+                self.patches.enter_context(mock.patch.object(owner, name, self.noting(name, getattr(owner, name))))
+        return super().__enter__()
+
+    def __exit__(self, *raised):
+        self.patches.close()
+        return super().__exit__(*raised)
+
+    def noting(self, name, function):
+        def noted(*given, **named):
+            places = [str(each) for each in (*given, *named.values()) if isinstance(each, (str, torch.device))]
+            if name != "to" or "cpu" in places:
+                self.found.add(name)
+            return function(*given, **named)
+
+        return noted
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.nonzero.default):
-            self.found.add(str(op))
+        name = op.overloadpacket.__name__
+        picks = name.startswith(("index", "_index_put")) and isinstance(args[1], (list, tuple))
+        if name in self.OPERATORS or (picks and any(t is not None and t.dtype is torch.bool for t in args[1])):
+            self.found.add(f"{op}{' of a mask' * picks}")
         return op(*args, **(kwargs or {}))
 
 
@@ -367,8 +452,11 @@ def by_default():
             check("trigger", f"by default, {asked[0]}, {name}: what it writes stays", stays)
             with replaced(tex, "fused_amax_and_scale_update_after_reduction", kernel):
                 seen = states_of_steps(fp8, *how)
-            same = all(map(torch.equal, seen, plain.setdefault(asked, seen)))
-            check("trigger", f"by default, {asked[0]}, {name}: scales and histories are those without checkpoints", same)
+            if how:
+                same = all(map(torch.equal, seen, plain[asked]))
+                check("trigger", f"by default, {asked[0]}, {name}: scales and histories are those without checkpoints", same)
+            else:
+                plain[asked] = seen
     if unfused is not None:
         os.environ["NVTE_UNFUSED_FP8_UPDATE"] = unfused
     meta = {"recipe": repro.recipes.MXFP8BlockScaling()}
@@ -433,6 +521,7 @@ def main():
     check("control", "without checkpoints, twice: bitwise the same", alike)
     defined(plain)
     followed()
+    by_functions()
     used()
     kept()
     reduced()
@@ -462,6 +551,7 @@ def main():
         same(f"two layers a block, {how}", two, function, checkpointed=(0, 1, 2), how=how)
         same(f"two microbatches, {how}", one, function, checkpointed=every, how=how, microbatches=2)
         same(f"an error in a checkpoint between steps, {how}", one, function, checkpointed=(1, 2), how=how, between=failure)
+        same(f"an error in a recomputation between steps, {how}", one, function, checkpointed=(1, 2), how=how, between=lost)
         same(f"an evaluation between steps, {how}", one, function, checkpointed=(1, 2), how=how, between=evaluation)
     for how in ("within", "within, last", "within, not reentrant", "within, last, not reentrant"):
         for count in (1, 2):
@@ -471,6 +561,7 @@ def main():
         same(f"dropout, {how}", dropped, function, checkpointed=every, how=how)
     for name, fp8 in (
         ("the newest amax", recipe(newest)),
+        ("an average", recipe(average)),
         ("a scale of a function", recipes.DelayedScaling(amax_history_len=LENGTH, scaling_factor_compute_algo=doubled)),
         ("max", recipe("max")),
         ("most_recent", recipe("most_recent")),
@@ -484,6 +575,10 @@ def main():
 
 def newest(amaxes):
     return amaxes[0].clone()
+
+
+def average(amaxes):
+    return amaxes.mean(dim=0)
 
 
 def doubled(amax, scale, fp8_max, recipe):
