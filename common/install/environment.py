@@ -247,7 +247,7 @@ def made(wanted: Wanted, cache_dir: Path, *, stop: threading.Event | None = None
 
     def is_filled() -> bool:
         """One whose base layer lay elsewhere, as in a checkout that was moved, is made anew."""
-        return bool(_ours(place)) and points.is_file() and points.read_text(encoding="utf-8") == where
+        return bool(_ours(place)) and points.is_file() and Path(points.read_text(encoding="utf-8").partition("\n")[0]).is_dir()
 
     def fill() -> None:
         _venv(place)
