@@ -226,7 +226,7 @@ def _unquoted(name: str) -> str:
 
 def _as_git_sees_it(patch: Path, text: str, changes: Sequence[_Change]) -> None:
     """That git finds the same files in the diff, and so none that it would change and we pass over."""
-    if not text.startswith("diff --git") and not re.search(r"^diff --git ", text, re.MULTILINE):
+    if not re.search(r"^diff --git ", text, re.MULTILINE):
         return  # of diff -u, whose parts are made anew for git
     done = _git(Path.cwd(), "--numstat", "-z", text=text)
     if done.returncode:
