@@ -26,9 +26,7 @@ P, R, CHUNK = 64, 4, 16  # headdim, mimo_rank and chunk_size of Mamba-3
 KERNELS = {"mamba_mimo_bwd_fwd": (128, {"Q", "K"}), "mamba_mimo_bwd_bwd": (256, {"K", "QK_DOT"})}
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--stages", default="0", help="pipeline stages (default 0, as the release calls the kernels)")
-parser.add_argument(
-    "--state", type=int, default=64, metavar="N", help="d_state (default 64; Mamba-3 has 128, which takes minutes)"
-)
+parser.add_argument("--state", type=int, default=128, metavar="N", help="d_state (default 128, which Mamba-3 has)")
 parser.add_argument("--lower", nargs=4, help=argparse.SUPPRESS)
 
 
