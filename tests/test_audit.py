@@ -1,6 +1,7 @@
 """What is stored can be looked at again: graded by today's rules, and checked to be what it says it is."""
 
 import json
+import shutil
 
 import pytest
 from helpers import ROOT
@@ -101,6 +102,15 @@ def test_the_commands(cli, tmp_path, store):
     assert "is not a folder" in done.stderr
 
 
+def test_a_timeline_that_the_receipts_do_not_give_is_told(cli, tmp_path, store):
+    """check and pins read nothing else."""
+    store(tmp_path / "results")
+    (tmp_path / "results" / "timeline.json").write_text("{}\n")
+    done = cli("verify", "--results", tmp_path / "results")
+    assert done.returncode == 1
+    assert "timeline.json is not what the receipts give" in done.stderr
+
+
 def test_schema_of_every_stored_receipt():
     for path in receipt.stored(ROOT / "results"):
         receipt.read_log(path, receipt.read(path))
@@ -158,6 +168,7 @@ def test_a_fix_of_a_pack_with_a_deep_check_went_through_it(tmp_path, store, publ
     assert list(audit.regrade(found)) == []
     copy = tmp_path / "results" / found.parent.parent.name / found.parent.name / found.name
     copy.parent.mkdir(parents=True)
+    shutil.copy(found.parent.parent / "machine.json", copy.parent.parent)
     document = receipt.read(found)
     log = receipt.read_log(found, document)
     lines = log.splitlines()
@@ -173,6 +184,13 @@ def test_a_fix_of_a_pack_with_a_deep_check_went_through_it(tmp_path, store, publ
     raw["predicate"]["reproducer"]["log"] = {"name": name, "sha256": sha256, "cut": 0}
     copy.write_text(json.dumps(raw))
     assert any("by repro.py alone" in problem for problem in audit.regrade(copy))
+    # One that does not even name validate.py is found by who knows that its pack has one.
+    raw["predicate"]["configuration"] = [c for c in raw["predicate"]["configuration"] if c["name"] != "validate.py"]
+    copy.write_text(json.dumps(raw))
+    assert not any("by repro.py alone" in problem for problem in audit.regrade(copy))
+    for unchecked, sound in (({("pack09", "")}, True), (set(), False)):
+        problems = list(audit.verify(copy, published, known=audit.Known(unchecked=unchecked)))
+        assert any("which its pack has" in problem for problem in problems) != sound
 
 
 def find_patched():

@@ -13,8 +13,7 @@ from helpers import ROOT
 
 from common.cli import main
 from common.errors import UserError
-from common.install import stack
-from common.publish import affected
+from common.publish import affected, stack
 
 
 def run(capsys, *words):
@@ -127,6 +126,36 @@ def test_included_files_ranges_and_files_that_disagree(tmp_path):
     assert both.versions == both.open == {}
 
 
+def test_a_checkout_is_no_release(tmp_path):
+    """What its metadata says of itself holds of the release, and not of what somebody made of it."""
+    locks = {
+        "uv.lock": 'version = 1\n[[package]]\nname = "toy-pkg"\nversion = "2.0"\nsource = { git = "https://x?rev=v1" }\n',
+        "poetry.lock": '[[package]]\nname = "toy-pkg"\nversion = "2.0"\n[package.source]\ntype = "git"\nurl = "https://x"\n',
+        "pylock.toml": 'lock-version = "1.0"\n[[packages]]\nname = "toy-pkg"\nversion = "2.0"\nvcs = { type = "git" }\n',
+        "pdm.lock": '[[package]]\nname = "toy-pkg"\nversion = "2.0"\ngit = "https://x"\n',
+    }
+    for name, text in locks.items():
+        (tmp_path / name).write_text(text)
+        assert stack.of_file(tmp_path / name).open == {"toy-pkg": "2.0, made of a checkout"}, name
+    frozen = "# Editable install with no version control (toy_pkg==2.0)\n-e /home/me/toy\nhttps://x/toy_two-1.0.tar.gz\n"
+    found = stack.of_lines(f"{frozen}git+https://x/y@v1\n".splitlines())
+    assert found.open == {"toy-pkg": "a checkout", "git+https://x/y@v1": ""}
+    assert found.versions == {"toy-two": "1.0"}
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    rows = [["toy-pkg", "2.0", '{"url": "https://x", "vcs_info": {}}'], ["toy-two", "1.0", '{"url": "x", "archive_info": {}}']]
+    python.write_text(f"#!/bin/sh\ncat <<'E'\n{json.dumps(rows)}\nE\n")
+    python.chmod(0o755)
+    found = stack.of_python(tmp_path)
+    assert (found.versions, found.open) == ({"toy-two": "1.0"}, {"toy-pkg": "2.0, made of a checkout"})
+
+
+def test_a_line_without_a_name_is_told(results, capsys):
+    (results / "r.txt").write_text("toy-pkg==1.0\ngit+https://x/y@v1\n")
+    done, said = run(capsys, results / "r.txt", "--results", results, "--pack", "50")
+    assert (done, "r.txt:2 names no package (git+https://x/y@v1)" in said) == (0, True)
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -152,7 +181,7 @@ def test_what_pip_reads_is_read(tmp_path, text):
 
 def test_a_checkout_is_open_and_a_file_on_standard_input_is_asked_for(tmp_path):
     (tmp_path / "a.txt").write_text("-e git+https://host/toy@v2.0#egg=toy_pkg\n--index-url https://x\n./folder\n")
-    assert stack.of_file(tmp_path / "a.txt").open == {"toy-pkg": "a checkout"}
+    assert stack.of_file(tmp_path / "a.txt").open == {"toy-pkg": "a checkout", "./folder": ""}
     with pytest.raises(UserError, match=r"standard input:1 asks for bad\.txt: give that file itself"):
         stack.of_lines(["-r bad.txt"])
 

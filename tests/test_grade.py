@@ -303,6 +303,9 @@ def test_a_fix_needs_both_scripts():
     assert of_both(lines=4).outcome == "ERROR"
     assert of_both({"evidence": "source"}, {"evidence": "interpreter"}).evidence == "source"
     assert of_both({"evidence": "interpreter"}, {"evidence": "source"}).evidence == "source"
+    # A lane of its own may run validate.py: what one compiles, the other computes.
+    assert of_both({"evidence": "codegen"}, {"evidence": "interpreter"}, lane="tilelang-codegen").outcome == "ABSENT"
+    assert of_both({"evidence": "interpreter"}, {"evidence": "interpreter"}, lane="tilelang-codegen").outcome == "ERROR"
     untestable = of_both({}, {"verdict": "UNTESTABLE"}, code=125, word="UNTESTABLE: no-device")
     assert str(untestable) == "UNTESTABLE: validate: no-device"
     wrong = [REPORT["checks"][0], {**REPORT["checks"][1], "ok": False}]
@@ -319,6 +322,11 @@ def test_of_both_scripts_the_number_that_is_nearer_to_its_limit_is_told():
 def test_a_fix_is_held_to_as_many_triggers_as_ran_without_it():
     assert of_both(triggers=1).outcome == "ABSENT"
     assert of_both(triggers=2).outcome == "ERROR"
+
+
+def test_a_diff_is_held_to_as_many_checks_of_validate_as_the_packs_own_fix():
+    assert of_both(checks=2).outcome == "ABSENT"
+    assert str(of_both(checks=3)) == "CHANGED: validate: 2 checks ran, and 3 do with the pack's own fix"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,8 +15,7 @@ from rich.text import Text
 from common.cli import common, report
 from common.errors import UserError
 from common.files import RESULTS
-from common.install import stack
-from common.publish import affected, formats
+from common.publish import affected, formats, stack
 from common.publish.affected import Finding, Upgrade
 from common.publish.formats import Report
 from common.scrub import plain
@@ -52,9 +52,12 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     wanted = dict(stack.pinned(text) for text in options.upgrade)
     index = affected.load(_index(options.results))
     if options.pack:
-        if strange := sorted(set(options.pack) - {entry.pack for entry in index}):
+        wanted_packs = {
+            f"pack{int(n[1]):02}" if (n := re.fullmatch(r"(?:pack)?(\d{1,2})", name)) else name for name in options.pack
+        }
+        if strange := sorted(wanted_packs - {entry.pack for entry in index}):
             raise UserError(f"{strange[0]} is not a pack about a bug: {', '.join(sorted({e.pack for e in index}))} are.")
-        index = [entry for entry in index if entry.pack in options.pack]
+        index = [entry for entry in index if entry.pack in wanted_packs]
     known = {str(canonicalize_name(entry.package)) for entry in index}
     if strange := sorted(wanted.keys() - known):
         raise UserError(f"No pack is about {strange[0]}; there are packs about {', '.join(sorted(known))}.")
@@ -103,6 +106,10 @@ def _lines(told: Report, known: set[str]) -> Iterator[Text]:
     yield Text(
         f"{stack_.place}: {stack_.total} distribution{'s' * (stack_.total != 1)}, packs know {len(about)} of them", "bold"
     )
+    for name, asked in stack_.open.items():
+        if not asked:
+            place, line = stack_.lines[name]
+            yield Text(plain(f"? {place}:{line} names no package ({name}): nothing is said of it", None), "yellow")
     if not about:
         yield Text(f"None is among what packs are about: {', '.join(sorted(known))}.")
         return

@@ -49,7 +49,7 @@ def output(path: Path, mark: str) -> Path:
         why = "is a folder" if target.is_dir() else "is in a folder that does not exist"
         raise UserError(f"{path} {why}: name a file that can be written.")
     try:
-        held = target.read_text(encoding="utf-8", errors="replace") if target.exists() else ""
+        held = target.read_text(encoding="utf-8", errors="replace") if target.is_file() else ""  # not of a pipe or a terminal
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): name another file.") from error
     if held and not held.startswith(mark):

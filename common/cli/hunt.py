@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,10 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     out = report.console()
     if not options.minutes > 0:
         raise UserError(f"--minutes {options.minutes:g} is not a duration: give a number greater than 0.")
+    folder = common.given(options.output) if options.output else common.called_from() / "hunted"
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise UserError(f"--output {folder} cannot be written: name another folder.")
     pack, version = _target(options)
     lane = lanes.choose(pack, options.lane)
     given = {"threads": 2, "results": CACHE / "hunts", "cache": CACHE, "here": options.here} | _file(options, pack, version)
@@ -70,7 +75,6 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     new = [find for find in told.finds if find.pack is None and find.sure]
     for line in _covered(told):
         out.print(line, markup=False, soft_wrap=True)
-    folder = common.given(options.output) if options.output else common.called_from() / "hunted"
     if any(not find.differs for find in new):
         out.print(
             "The plainest case is wrong, so there is nothing to hold a find against, and no pack is written.", markup=False

@@ -55,7 +55,7 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
         return common.SURPRISE if survived else common.OK
     page = ROOT / "docs" / "mutants.md"
     left_out = {pack.name: mutants.left_out(mutants.of(pack)[0]) for pack in chosen}
-    known = [pack.name for pack in common.packs(out) if (pack.folder / "mutants.toml").is_file()]
-    write_atomically(page, mutants.table(found, left_out, page.read_text("utf-8") if page.is_file() else "", known))
+    today = {pack.name: mutants.counted(pack) for pack in common.packs(out) if (pack.folder / "mutants.toml").is_file()}
+    write_atomically(page, mutants.table(found, left_out, page.read_text("utf-8") if page.is_file() else "", today))
     out.print("written: docs/mutants.md", markup=False)
     return common.SURPRISE if survived else common.OK

@@ -136,9 +136,10 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
 
 def _read(options: argparse.Namespace) -> None:
     """Paths as the caller means them; and what one option says of another."""
-    for name in ("checkout", "source", "release_path", "results", "picture"):
+    for name in ("checkout", "source", "release_path", "results"):
         if (path := getattr(options, name)) is not None:
             setattr(options, name, common.given(path))
+    options.picture = options.picture and common.output(options.picture, "<svg")
     options.wheel = [common.given(wheel) for wheel in options.wheel or ()]
     # What goes to results/ by that name is recorded as what --record puts there.
     options.record = options.record or (options.results is not None and options.results.resolve().is_relative_to(RESULTS))

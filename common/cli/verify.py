@@ -8,7 +8,8 @@ from pathlib import Path
 
 from common.cli import common, report
 from common.files import CACHE, RESULTS
-from common.store import audit
+from common.publish import tables
+from common.store import audit, history
 
 HELP = "check stored receipts: schema, hashes of logs and wheels, nothing private"
 DESCRIPTION = f"{HELP.capitalize()}."
@@ -25,10 +26,19 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
         for name, v in pack.variants.items()
         if v.source
     }
-    known = audit.Known(commits, results)
+    unchecked = {(pack.name, name) for pack in packs for name in ("", *pack.variants) if not pack.deep_check(name)}
+    known = audit.Known(commits, results, unchecked)
 
     def look(path: Path) -> Iterator[str]:
         reviewed = path.resolve().relative_to(results).parts[0] == "review"
         return audit.verify(path, published, reviewed=reviewed, known=known)
 
-    return common.look_at(options, look, "not sound", published.warnings)
+    ended = common.look_at(options, look, "not sound", published.warnings)
+    # check and pins read what is made of the receipts, and not the receipts.
+    made = tables.of_results(results, packs, history.load(results, packs)) if (results / "timeline.json").is_file() else {}
+    other = [
+        path for path, text in made.items() if not path.is_file() or path.read_text(encoding="utf-8", errors="replace") != text
+    ]
+    for path in other:
+        common.complain(f"✗ {report.where(path)} is not what the receipts give: python -m common tables makes it anew.")
+    return common.SURPRISE if other else ended

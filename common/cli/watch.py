@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from common.cli import cells, common, report
-from common.errors import UserError, writing
+from common.errors import writing
 from common.run import regress
 from common.run.regress import Report
 from common.store import history
@@ -37,12 +37,8 @@ def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:
 
 def call(options: argparse.Namespace, extra: list[str]) -> int:
     common.check(options)
-    if options.json != "-":
-        try:
-            Path(options.json).open("a").close()
-        except OSError as error:
-            raise UserError(f"--json {options.json} cannot be written ({error.strerror}): name another file.") from error
-    out = report.console(stderr=options.json == "-")
+    target = None if options.json == "-" else common.output(Path(options.json), '{"schema"')
+    out = report.console(stderr=target is None)
     packs = cells.chosen_packs(options, out)
     if options.nightly:
         packs += [replace(pack, package=pack.nightly) for pack in packs if pack.nightly]
@@ -51,7 +47,7 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
         with regress.alone(results, machine) as journal:
             work = regress.plan(packs, load(), plan_for=plan_for, newer=True, pre=options.pre, pending=regress.pending(journal))
             cells.announce(work, out)
-            found = cells.run(work, journal, workers, load, options, out, deliver=partial(_deliver, options.json))
+            found = cells.run(work, journal, workers, load, options, out, deliver=partial(_deliver, target))
     cells.bring_up_to_date(results, out)
     cells.show(found, out, results / machine)
     if found.changes:
@@ -59,10 +55,10 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     return common.OK if found.as_expected else common.SURPRISE
 
 
-def _deliver(target: str, found: Report) -> None:
+def _deliver(target: Path | None, found: Report) -> None:
     text = f"{json.dumps(found.to_dict(), ensure_ascii=False)}\n"
-    if target != "-":
-        with writing(Path(target)):
-            Path(target).write_text(text, encoding="utf-8")  # It may be a pipe, or /dev/stderr.
+    if target:
+        with writing(target):
+            target.write_text(text, encoding="utf-8")  # It may be a pipe, or /dev/stderr.
     else:
         print(text, end="", flush=True)

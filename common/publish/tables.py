@@ -32,16 +32,7 @@ def update(*, check: bool = False, root: Path = ROOT, packs: Path = PACKS) -> li
     }
     wanted = {
         **{root / name: _filled(root / name, mark, text) for name, (mark, text) in between.items() if (root / name).is_file()},
-        results / "README.md": timeline.markdown(found, stored),
-        results / "timeline.json": json.dumps(
-            msgspec.to_builtins(timeline.document(found, stored)), indent=1, ensure_ascii=False
-        )
-        + "\n",
-        **{
-            results / "badges" / f"{advice.package}.svg": pins.badge(advice)
-            for advice in (pins.advise(package, found, stored) for package in sorted({pack.package for pack in found}))
-            if advice.releases
-        },
+        **of_results(results, found, stored),
     }
     for name, kind in (("receipt", receipt.Receipt), ("timeline", timeline.Timeline)):
         wanted[root / "docs" / "schemas" / f"{name}.json"] = json.dumps(msgspec.json.schema(kind), indent=2) + "\n"
@@ -50,6 +41,19 @@ def update(*, check: bool = False, root: Path = ROOT, packs: Path = PACKS) -> li
     for path in old if not check else ():
         write_atomically(path, wanted[path])
     return [os.path.relpath(path, root) for path in old]
+
+
+def of_results(results: Path, packs: list[Pack], stored: History) -> dict[Path, str]:
+    """What lies in a results folder besides receipts, and is made of them alone."""
+    advised = [pins.advise(package, packs, stored) for package in sorted({pack.package for pack in packs})]
+    return {
+        results / "README.md": timeline.markdown(packs, stored),
+        results / "timeline.json": json.dumps(
+            msgspec.to_builtins(timeline.document(packs, stored)), indent=1, ensure_ascii=False
+        )
+        + "\n",
+        **{results / "badges" / f"{each.package}.svg": pins.badge(each) for each in advised if each.releases},
+    }
 
 
 def _filled(path: Path, mark: str, table: str) -> str:

@@ -171,6 +171,10 @@ def _changes(text: str) -> Iterator[_Change]:
     if not re.search(r"^diff --git ", text, re.MULTILINE):
         import unidiff
 
+        if lost := re.search(r"^(?:Only in |Files .* differ$|\*\*\* |Cannot display).*", text, re.MULTILINE):
+            raise UserError(
+                f"The diff has changes that are no part of it ({lost[0][:80]}): make it with 'git diff' or 'diff -ruN'."
+            )
         try:
             for file in unidiff.PatchSet(text):
                 old, new = (re.sub(r"^[ab]/", "", str(name).split("\t")[0]) for name in (file.source_file, file.target_file))
@@ -184,18 +188,12 @@ def _changes(text: str) -> Iterator[_Change]:
             raise UserError(
                 "The diff is a combined one, of a merge: make it with 'git diff BASE HEAD', which compares two trees."
             )
-    if _has_more(before):
-        raise UserError("The diff mixes 'git diff' with plain parts, which would be lost: make it with one command.")
     for part in parts:
         head = re.split(r"^@@ ", part, maxsplit=1, flags=re.MULTILINE)[0]
         same = re.match(r'diff --git "?a/(.*?)"? "?b/(.*?)"?$', head, re.MULTILINE)
         if same is None:
             first = part.splitlines()[0]
             raise UserError(f"The diff has a part whose paths do not begin with a/ and b/ ({first}): make it with 'git diff'.")
-        if _has_more(_after_hunks(part)):
-            raise UserError(
-                f"The diff has lines after the changes of {same[2]} that are no part of them: make it with one 'git diff'."
-            )
         old, new = map(_unquoted, same.groups())
         if renamed := re.search(r"^(?:rename|copy) from (.*)\n(?:rename|copy) to (.*)$", head, re.MULTILINE):
             old, new = map(_unquoted, renamed.groups())
@@ -238,26 +236,6 @@ def _as_git_sees_it(patch: Path, text: str, changes: Sequence[_Change]) -> None:
         raise UserError(f"{patch} names {other[0]} in a way that git reads differently: make it with one 'git diff'.")
 
 
-def _has_more(text: str) -> bool:
-    """Whether text that should hold no change begins one."""
-    return bool(re.search(r"^---[ \t]+\S.*\n\+\+\+[ \t]+\S|^diff -", text, re.MULTILINE))
-
-
-def _after_hunks(part: str) -> str:
-    """What follows the last hunk of one file, by the lengths that the hunks give themselves."""
-    lines = part.split("\n")
-    at = next((i for i, line in enumerate(lines) if line.startswith("@@ ")), len(lines))
-    while at < len(lines) and (hunk := re.match(r"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@", lines[at])):
-        old, new = (1 if count is None else int(count) for count in hunk.groups())
-        at += 1
-        while at < len(lines) and (old > 0 or new > 0 or lines[at].startswith("\\")):
-            sign = lines[at][:1]
-            old -= sign in (" ", "-", "")
-            new -= sign in (" ", "+", "")
-            at += 1
-    return "\n".join(lines[at:])
-
-
 #: What a release that is installed does not hold and does not depend on. Anything else that is left out would matter, as what says how it
 #: is built and what it needs (setup.py, pyproject.toml, requirements.txt).
 _ASIDE = re.compile(
@@ -268,28 +246,31 @@ _ASIDE = re.compile(
     r"|LICENSE[^/]*|CHANGELOG[^/]*|AUTHORS|NOTICE|CODEOWNERS|VERSION|\.[^/]+"
 )
 #: What is compiled into a release: a wheel may hold its source as well, and it changes nothing there.
-_COMPILED = (".c", ".cc", ".cpp", ".cu", ".cxx", ".rs")
+_COMPILED = (".c", ".cc", ".cpp", ".cu", ".cuh", ".cxx", ".h", ".hpp", ".pxd", ".pyx", ".rs", ".cmake", "CMakeLists.txt")
 
 
 def _kind(change: _Change, prefix: str, shipped: set[str], overlay: Path) -> str:
     """Whether a file of a diff is "applied", "skipped" as no part of the release, or "unsupported"."""
-    places = [_place(name, prefix, shipped) for name in (change.old, change.new) if name]
-    name = change.new or change.old
+    names = [name for name in (change.old, change.new) if name]
+    places = [_place(name, prefix, shipped) for name in names]
     if not any(places):
-        return "skipped" if _ASIDE.fullmatch(name) and not change.binary else "unsupported"
+        return "skipped" if all(map(_ASIDE.fullmatch, names)) and not change.binary else "unsupported"
     before = _place(change.old, prefix, shipped) if change.old else ""
     there = bool(before) and (overlay / str(before)).is_file()
-    if change.binary or not all(places) or name.endswith(_COMPILED):
+    renamed = change.old and change.new and change.old != change.new
+    if change.binary or not all(places) or any(name.endswith(_COMPILED) for name in names):
         return "unsupported"
-    if not there and not name.endswith((".py", ".pyi", ".json", ".txt", ".md")):
+    if not there and not names[-1].endswith((".py", ".pyi", ".json", ".txt", ".md")):
         return "unsupported"  # Sources of compiled code, mostly.
-    if not change.old and PurePosixPath(str(places[-1])).parts[0] not in shipped:
+    if change.new and PurePosixPath(str(places[-1])).parts[0] not in shipped:
         return "unsupported"  # A package of its own beside the release's, which no wheel of it would hold.
+    if before and "/" not in before and change.new != change.old:
+        return "unsupported"  # A module at the top cannot be hidden by an overlay that lacks it.
     if change.old and not there:
         # A part of the repository that this release does not hold, or a file that is gone, which git will say.
-        return "applied" if change.new and (overlay / str(before)).parent.is_dir() else "skipped"
-    # A module at the top cannot be hidden by an overlay that lacks it.
-    return "unsupported" if not change.new and before and "/" not in before else "applied"
+        gone = change.new and (overlay / str(before)).parent.is_dir()
+        return "applied" if gone else "unsupported" if renamed else "skipped"
+    return "applied"
 
 
 def _place(name: str, prefix: str, shipped: set[str]) -> str | None:

@@ -6,7 +6,7 @@ Nothing is run and nothing is changed.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,10 +21,8 @@ from common.store.grade import Disagreement, grade, split
 from common.store.history import said
 from common.store.receipt import Receipt
 
-#: What no stored file may hold, whoever looks: home folders, credentials, addresses with a password.
-PRIVATE = re.compile(
-    r"/(?:home|Users|root)/[^/\s\"']|\b(?:ghp_|github_pat_|hf_|glpat-|pypi-)[A-Za-z0-9_\-]{16,}|://[^/\s:@\"]+:[^/\s@\"]+@"
-)
+#: A home folder that Scrubber leaves, for it is also a name inside of containers.
+_ROOT = re.compile(r"/root/[^/\s\"']")
 
 
 def regrade(path: Path) -> Iterator[str]:
@@ -52,7 +50,7 @@ def _follows(path: Path, document: Receipt, log: str) -> Iterator[str]:
     ):
         if own != value:
             yield f"its {name} is {plain(repr(own))}, and its log names {plain(repr(value))}"
-    checked = {each.name for each in document.predicate.configuration} & {"validate.py"}
+    checked = [each.name for each in document.predicate.configuration if each.name.rpartition("/")[2] == "validate.py"]
     if checked and (facts.side, verdict.outcome) == ("patched", "ABSENT") and not opening.get("validate"):
         yield "it is FIX_VALIDATED by repro.py alone, and its pack has a validate.py"
     if facts.command and opening.get("arguments") != facts.command[-len(opening["arguments"]) or len(facts.command) :]:
@@ -125,10 +123,18 @@ class Published:
 
 
 class Known:
-    """What a record may rest on besides a file of the index: commits that packs name, as package URLs by pack and variant, and other records."""
+    """What a record may rest on besides a file of the index: commits that packs name, as package URLs by pack and variant, and other records.
 
-    def __init__(self, commits: Mapping[tuple[str, str], str] | None = None, results: Path | None = None) -> None:
-        self.commits, self.results = commits or {}, results
+    ``unchecked`` are packs and variants whose fixes repro.py alone judges.
+    """
+
+    def __init__(
+        self,
+        commits: Mapping[tuple[str, str], str] | None = None,
+        results: Path | None = None,
+        unchecked: Collection[tuple[str, str]] | None = None,
+    ) -> None:
+        self.commits, self.results, self.unchecked = commits or {}, results, unchecked
         self._installed: dict[tuple[str, str], set[str]] | None = None
 
     def installed(self, published: Published) -> Mapping[tuple[str, str], set[str]]:
@@ -155,6 +161,9 @@ def verify(path: Path, published: Published, *, reviewed: bool = False, known: K
     receipt.check_place(path, document)
     yield from _follows(path, document, log)
     cell, digest, facts = document.cell, document.subject[0].digest.sha256, document.facts
+    deep = known and known.unchecked is not None and (cell.pack, cell.variant) not in known.unchecked
+    if deep and (cell.side, facts.outcome) == ("patched", "ABSENT") and not split(log)[0].get("validate"):
+        yield "it is FIX_VALIDATED without validate.py, which its pack has"
     if facts.log.name != receipt.log_name(cell, log)[0]:
         yield f"its log {plain(facts.log.name)} is not named by its hash"
     if not document.predicate.configuration:
@@ -168,7 +177,7 @@ def verify(path: Path, published: Published, *, reviewed: bool = False, known: K
         yield f"its subject has sha256 {digest[:12]}…, and the index publishes {wanted[0][:12]}… for {cell.dist} {cell.version}"
     scrub = Scrubber()
     for name, text in (("receipt", path.read_text(encoding="utf-8")), ("log", log)):
-        if PRIVATE.search(text) or scrub(text) != text:
+        if _ROOT.search(text) or scrub(text) != text:
             yield f"its {name} holds something private"
 
 

@@ -20,21 +20,29 @@ LIMIT = 1e-5
 NO_PART = "accum_dtype", "return_z_loss", "return_token_accuracy", "return_predicted_tokens"  # of what the loss is
 
 
+def module():
+    """Liger's Module; None where it does not import without transformers."""
+    try:
+        return importlib.import_module("liger_kernel.transformers.fused_linear_cross_entropy").LigerFusedLinearCrossEntropyLoss
+    except ImportError:
+        return None
+
+
 def as_released():
-    """The release's own function with all that it imports: what hides it on sys.path is left out for once."""
+    """The release's own function with all that it imports, and its Module: what hides it on sys.path is left out for once."""
     file = FACTS["file"]
     overlay = str(Path(file).parents[2])
     patched = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "liger_kernel"}
     sys.path.remove(overlay)
     importlib.invalidate_caches()
-    function = release().LigerFusedLinearCrossEntropyFunction
+    function, layer = release().LigerFusedLinearCrossEntropyFunction, module()
     assert FACTS["file"] != file
     for name in [name for name in sys.modules if name.split(".")[0] == "liger_kernel"]:
         del sys.modules[name]
     sys.path.insert(0, overlay)
     sys.modules.update(patched)
     FACTS["file"] = file
-    return function
+    return function, layer
 
 
 def definition(x, w, y, b=None, *, softcap=None, use_token_scaling=False, lse_square_scale=0.0, ignore_index=-100, **given):
@@ -88,7 +96,7 @@ def same(before, after):
 
 def main():
     flce = release()
-    fixed, released = flce.LigerFusedLinearCrossEntropyFunction, as_released()
+    fixed, (released, layer) = flce.LigerFusedLinearCrossEntropyFunction, as_released()
     takes = list(inspect.signature(released.forward).parameters)
     kept = list(inspect.signature(fixed.forward).parameters)[: len(takes)]
     check("control", "arguments stand in the release's order", kept == takes)
@@ -135,6 +143,20 @@ def main():
     spread, scale = torch.arange(many, device=device) % V, torch.randn(many, device=device)
     tokens = torch.randn(many, H, device=device)
     compare("100 tokens", spread, scale, (tokens, w))
+    compare("300 tokens", spread.repeat(3), scale.repeat(3), (tokens.repeat(3, 1), w))
+    turned = [x.t().contiguous().t(), w.t().contiguous().t(), b]  # a copy of them keeps the strides
+    compare("input and weight transposed", y, weights["dense"], turned)
+    for reduction in ("mean", "sum"):
+        each = [outcome(f, turned, (1, 1, 1), y, 1.0, reduction=reduction) for f in (released, fixed)]
+        check("control", f"{reduction} is the release's, byte for byte: transposed", same(*each) and len(each[0]) > 1)
+    if layer:
+        as_module = [(lambda x, w, y, b, of=of, **given: of(**given)(w, x, y, b)) for of in (layer, module())]
+        want = run(definition, [t.double() for t in (x, w, b)], y, weights["dense"], reduction="none", label_smoothing=0.1)
+        got = run(as_module[1], (x, w, b), y, weights["dense"], reduction="none", label_smoothing=0.1)
+        found = error(got, want) if all(t is not None for t in got) else None
+        check("trigger", "by Liger's Module, which is imported from the fix", error=found, limit=LIMIT)
+        each = [run(f, (x, w, b), ignored["some"], reduction="mean") for f in as_module]
+        check("control", "mean by Liger's Module is the release's, byte for byte", same(*each))
     seen = []
     for reduction in ("none", "sum"):  # none runs as fixed
         with Largest() as largest:
@@ -150,6 +172,9 @@ def main():
         check("trigger", f"{dtype}: within 0.1", error(run(liger, half, y, weights["dense"], reduction="none"), want) <= 0.1)
         each = [outcome(f, half, (1, 1), y, 1.0, reduction="none") for f in (released, fixed)]
         check("control", f"{dtype}: outputs of none are the release's, byte for byte", same(*(e[:-2] for e in each)))
+        for reduction in ("mean", "sum"):
+            each = [outcome(f, half, (1, 1), y, 1.0, reduction=reduction) for f in (released, fixed)]
+            check("control", f"{dtype}: {reduction} is the release's, byte for byte", same(*each) and len(each[0]) > 1)
     options = {"use_token_scaling": True}
     # Triton's interpreter cannot run the release's own softcap, whatever the reduction.
     options |= {"softcap": 3.0} if device == "cuda" else {}

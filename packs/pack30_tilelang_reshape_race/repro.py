@@ -83,7 +83,7 @@ def fault(text):
 def outcome(form):
     """What is wrong with the kernel of a form as it reads, and its relative error; in a process of its own, since it may hang."""
     done = subprocess.run(["timeout", "60", sys.executable, __file__, "--form", form], capture_output=True, text=True)
-    if re.search(r"InputDim\(\) == 2|stride % 8 == 0|cannot fall back to normal copy", done.stderr):
+    if "__global__" not in done.stdout and re.search(r"InputDim\(\) == 2|stride % 8 == 0|cannot fall back", done.stderr):
         return print(f"{form}: does not compile, which is pack08's bug")
     if done.returncode not in (0, 124) or "__global__" not in done.stdout:
         print(done.stderr)
@@ -101,8 +101,8 @@ def main():
             check(role, f"{form}: {found['fault'] or 'each stage has its buffer and its signal'}", not found["fault"])
         if found and HOPPER:
             check(role, f"{form}: ends within 60 s with the sum of the products", error=found["error"], limit=1e-3)
-    read, ran = ([c["ok"] for c in CHECKS if ("60 s" in c["name"]) == run] for run in (False, True))
-    check("signature", "what reads wrong runs wrong", not HOPPER or read == ran)
+    if HOPPER:
+        check("signature", "what reads wrong runs wrong", [c["ok"] for c in CHECKS[::2]] == [c["ok"] for c in CHECKS[1::2]])
     finish()
 
 

@@ -39,6 +39,7 @@ def judge(tmp_path):
     """Applies a diff to an installed toy release; returns what came of it and the overlay."""
     site = tmp_path / "site"
     files = {"toy/__init__.py": BUGGY, "toy/old.py": "x = 1\n", "toy/data.bin": "\0", "toy/kernels/a.cu": "x = 1\n"}
+    files["topmod.py"] = "x = 1\n"
     for name, text in files.items():
         (site / name).parent.mkdir(parents=True, exist_ok=True)
         (site / name).write_text(text)
@@ -84,6 +85,14 @@ def test_the_declared_prefix_and_installed_paths_are(judge):
         (add("toy_helpers.py"), "toy_helpers.py"),
         (add("toy_extra/__init__.py"), "toy_extra/__init__.py"),
         (rename("toy/old.py", "elsewhere/new.py"), "elsewhere/new.py"),
+        (rename("setup.py", "docs/setup.py"), "docs/setup.py"),
+        (rename("toy/sub/core.py", "toy/newer.py"), "toy/newer.py"),
+        (rename("topmod.py", "toy/t.py"), "toy/t.py"),
+        (add("toy/k/a.cuh"), "toy/k/a.cuh"),
+        (add("toy/fast.pyx"), "toy/fast.pyx"),
+        (add("toy/CMakeLists.txt"), "toy/CMakeLists.txt"),
+        (delete("topmod.py"), "topmod.py"),
+        (add("toy/table.dat"), "toy/table.dat"),
     ],
 )
 def test_what_cannot_be_applied_and_matters_is_named(judge, more, name):
@@ -233,6 +242,29 @@ PLAIN = "--- /dev/null\n+++ b/csrc/kernel.cu\n@@ -0,0 +1 @@\n+x\n"
 def test_no_part_of_a_diff_vanishes(judge, text):
     with pytest.raises(UserError):
         judge(text)
+
+
+@pytest.mark.parametrize("path", ["src/other/old.py", "src/new.py"])
+def test_a_package_or_module_beside_the_releases_own_is_not_put_there(judge, path):
+    for part in (add(path), rename("src/toy/old.py", path)):
+        patched, overlay = judge(modify("src/toy/__init__.py") + part, "src/")
+        assert patched.unsupported == (path,)
+        assert not (overlay / path.removeprefix("src/")).exists()
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        "Only in b/toy: helper.py\n",
+        "Files a/toy/x.so and b/toy/x.so differ\n",
+        "*** a/toy/old.py\n--- b/toy/old.py\n***************\n*** 1 ****\n! x = 1\n--- 1 ----\n! x = 2\n",
+    ],
+)
+def test_what_a_plain_diff_has_lost_is_refused(judge, lost):
+    plain = modify("toy/__init__.py").split("\n", 1)[1]
+    assert judge(plain)[0].applied == ("toy/__init__.py",)
+    with pytest.raises(UserError, match="no part of it"):
+        judge(plain + lost)
 
 
 def test_a_series_of_mails_is_one_diff(judge):

@@ -11,7 +11,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
-from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+from packaging.utils import (
+    InvalidSdistFilename,
+    InvalidWheelFilename,
+    canonicalize_name,
+    parse_sdist_filename,
+    parse_wheel_filename,
+)
 from packaging.version import InvalidVersion, Version
 
 from common.errors import UserError
@@ -28,17 +34,18 @@ try:
     from importlib.metadata import distributions
 except ImportError:
     from pkg_resources import working_set
-    found = [(d.project_name, d.version) for d in working_set]
+    found = [(d.project_name, d.version, None) for d in working_set]
 else:
-    found = [(d.metadata["Name"], d.version) for d in distributions()]
-print(json.dumps([pair for pair in found if all(pair)]))
+    found = [(d.metadata["Name"], d.version, d.read_text("direct_url.json")) for d in distributions()]
+print(json.dumps([row for row in found if all(row[:2])]))
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stack:
-    """Distributions by normalized name. ``open`` are those that are asked for without one version, with what is asked; ``several``
-    those that are asked for in more than one, as by a lock file for several platforms, or by two files.
+    """Distributions by normalized name. ``open`` are those that are asked for without one version, or made of a checkout, with what
+    is asked ("" where a line names no distribution, and stands in its place); ``several`` those that are asked for in more than one, as by a lock file for several
+    platforms, or by two files.
 
     ``lines`` says in which file and line, from 1, each is; ``place`` is what was read.
     """
@@ -63,23 +70,36 @@ def of_python(python: Path) -> Stack:
         found = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         raise UserError(f"{python} could not list what it has installed: {error or 'it ended without an answer'}.") from error
-    versions: dict[str, str] = {}
-    for name, version in found:  # The first on the path is what is imported.
-        versions.setdefault(canonicalize_name(name), version)
-    return Stack(versions=versions, place=str(python), total=len(versions))
+    first: dict[str, tuple[str, str | None]] = {}
+    for name, version, origin in found:  # The first on the path is what is imported.
+        first.setdefault(canonicalize_name(name), (version, origin))
+    # https://packaging.python.org/en/latest/specifications/direct-url/: what says of itself that it is a release, and may hold anything.
+    made = {name: f"{version}, made of a checkout" for name, (version, origin) in first.items() if _checkout(origin)}
+    versions = {name: version for name, (version, _) in first.items() if name not in made}
+    return Stack(versions=versions, open=made, place=str(python), total=len(first))
+
+
+def _checkout(origin: str | None) -> bool:
+    """Whether a direct_url.json is of a repository or a folder."""
+    try:
+        return bool({"vcs_info", "dir_info"} & set(json.loads(origin or "{}")))
+    except (ValueError, TypeError):
+        return True
 
 
 def of_file(path: Path) -> Stack:
     """A lock file (uv.lock, pylock.toml, poetry.lock, pdm.lock), or requirements, constraints or the output of ``pip freeze``."""
+    text = _text(path)
+    return _locked(path, text) if path.suffix in (".lock", ".toml") else of_lines(text.splitlines(), path)
+
+
+def _text(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not text in UTF-8.") from error
-    if path.suffix in (".lock", ".toml"):
-        return _locked(path, text)
-    return of_lines(text.splitlines(), path)
 
 
 def _locked(path: Path, text: str) -> Stack:
@@ -98,8 +118,16 @@ def _locked(path: Path, text: str) -> Stack:
     found = []
     for each in packages:
         name, version = str(canonicalize_name(str(each.get("name", "")))), each.get("version")
-        given = version if isinstance(version, str) else None
-        found.append((name, given, "locked without a version", (str(path), numbers.get(name, 1))))
+        source = each.get("source")
+        named = {
+            *each,
+            *(source if isinstance(source, dict) else ()),
+            source["type"] if isinstance(source, dict) and "type" in source else "",
+        }
+        elsewhere = named & {"git", "vcs", "path", "directory", "editable", "virtual"}
+        given = version if isinstance(version, str) and not elsewhere else None
+        asked = f"{version}, made of a checkout" if elsewhere else "locked without a version"
+        found.append((name, given, asked, (str(path), numbers.get(name, 1))))
     return replace(_gathered(str(path), found), total=len(packages))
 
 
@@ -142,16 +170,21 @@ def of_lines(lines: Iterable[str], path: Path | None = None) -> Stack:
 _OTHER = re.compile(r"(?:-[rc]\s*|--(?:requirement|constraint)(?:=|\s+))(.+)")
 
 
+#: What pip freeze writes above a line ``-e FOLDER``.
+_EDITABLE = re.compile(r"# Editable .*\((\S+?)==")
+
+
 def _logical(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
     """Lines without comments, each with its number, joined where one ends in a backslash: a comment does not go on, as in pip."""
-    joined, start = "", 0
+    joined, start, egg = "", 0, ""
     for number, line in enumerate([*lines, ""], 1):
         is_comment = line.lstrip().startswith("#")
         start = start if joined else number
         joined += line[:-1] if line.endswith("\\") and not is_comment else f" {line}"
         if not line.endswith("\\") or is_comment:
-            yield start, re.sub(r"(^|\s+)#.*$", "", joined).strip()
-            joined = ""
+            text = re.sub(r"(^|\s+)#.*$", "", joined).strip()
+            yield start, f"{text}{egg}" if text.startswith("-e") else text
+            joined, egg = "", f"#egg={made[1]}" if (made := _EDITABLE.match(line)) else ""
 
 
 def _requirements(lines: Iterable[str], path: Path | None, seen: set[Path]) -> Iterator[tuple[int, str, str | None, str]]:
@@ -167,36 +200,39 @@ def _requirements(lines: Iterable[str], path: Path | None, seen: set[Path]) -> I
             if other.resolve() not in seen:
                 if not other.is_file():
                     raise UserError(f"{where}:{start} asks for {named[1].strip()}, which is not there.")
-                found = other.read_text(encoding="utf-8-sig").splitlines()
+                found = _text(other).splitlines()
                 for _, *each in _requirements(found, other, {*seen, other.resolve()}):
                     yield (start, *each)  # type: ignore[misc]
             continue
         if egg := re.search(r"[#&]egg=([A-Za-z0-9._-]+)", text):
             yield start, canonicalize_name(egg[1]), None, "a checkout"
             continue
-        if text.startswith("-"):  # An index, a hash mode, or an editable folder, whose version is not said.
+        if re.match(r"-e|--editable", text):
+            yield start, text, None, ""
+            continue
+        if text.startswith("-"):  # An index, or a hash mode.
             continue
         try:
             requirement = Requirement(text.partition(" --hash")[0].strip())
         except InvalidRequirement:
             if text.startswith((".", "/", "http:", "https:", "git+", "file:")) or text.partition(" ")[0].endswith(".whl"):
-                if wheel := _wheel(text):
-                    yield start, *wheel, ""
+                yield (start, *wheel, "") if (wheel := _file(text)) else (start, text, None, "")
                 continue
             raise UserError(f"{where}:{start} is not a requirement: {text[:60]!r}.") from None
         pinned = [s.version for s in requirement.specifier if s.operator in ("==", "===") and not s.version.endswith("*")]
-        if requirement.url and (wheel := _wheel(requirement.url)):
+        if requirement.url and (wheel := _file(requirement.url)):
             yield start, *wheel, ""
             continue
         asked = f"@ {requirement.url}" if requirement.url else str(requirement.specifier) or "any version"
         yield start, canonicalize_name(requirement.name), pinned[0] if pinned else None, asked
 
 
-def _wheel(text: str) -> tuple[str, str] | None:
-    """Name and version of a wheel that is named by its path or address; None for a folder, an sdist, a repository."""
+def _file(text: str) -> tuple[str, str] | None:
+    """Name and version of a wheel or an sdist that is named by its path or address; None for a folder or a repository."""
+    file = text.split()[0].partition("#")[0].rpartition("/")[2]
     try:
-        name, version, *_ = parse_wheel_filename(text.split()[0].partition("#")[0].rpartition("/")[2])
-    except InvalidWheelFilename:
+        name, version, *_ = parse_wheel_filename(file) if file.endswith(".whl") else parse_sdist_filename(file)
+    except (InvalidWheelFilename, InvalidSdistFilename):
         return None
     return name, str(version)
 
