@@ -109,6 +109,10 @@ def test_a_timeline_that_the_receipts_do_not_give_is_told(cli, tmp_path, store):
     done = cli("verify", "--results", tmp_path / "results")
     assert done.returncode == 1
     assert "timeline.json is not what the receipts give" in done.stderr
+    (tmp_path / "results" / "timeline.json").unlink()
+    (tmp_path / "results" / "badges").mkdir()
+    (tmp_path / "results" / "badges" / "torch.svg").write_text("<svg/>")
+    assert "torch.svg is not what the receipts give" in cli("verify", "--results", tmp_path / "results").stderr
 
 
 def test_schema_of_every_stored_receipt():

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import jsonschema
 import pytest
@@ -143,11 +144,45 @@ def test_a_checkout_is_no_release(tmp_path):
     assert found.versions == {"toy-two": "1.0"}
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
-    rows = [["toy-pkg", "2.0", '{"url": "https://x", "vcs_info": {}}'], ["toy-two", "1.0", '{"url": "x", "archive_info": {}}']]
+    rows = [
+        ["toy-pkg", "2.0", '{"url": "https://x", "vcs_info": {}}'],
+        ["toy-two", "1.0", '{"url": "https://x/toy_two-1.0.tar.gz", "archive_info": {}}'],
+    ]
     python.write_text(f"#!/bin/sh\ncat <<'E'\n{json.dumps(rows)}\nE\n")
     python.chmod(0o755)
     found = stack.of_python(tmp_path)
     assert (found.versions, found.open) == ({"toy-two": "1.0"}, {"toy-pkg": "2.0, made of a checkout"})
+
+
+@pytest.mark.parametrize(
+    ("text", "open_"),
+    [
+        ("toy-pkg==2.0\ntoy-pkg @ git+https://x/y@v1", {"toy-pkg": "@ git+https://x/y@v1"}),
+        (
+            "toy-pkg @ https://x/y/archive/refs/heads/toy_pkg-2.0.zip",
+            {"toy-pkg": "@ https://x/y/archive/refs/heads/toy_pkg-2.0.zip"},
+        ),
+        ("toy-pkg @ https://x/patch-1.zip", {"toy-pkg": "@ https://x/patch-1.zip"}),
+        ("https://x/y/archive/patch-1.tar.gz", {"https://x/y/archive/patch-1.tar.gz": ""}),
+    ],
+)
+def test_a_file_with_another_name_is_no_release(text, open_):
+    found = stack.of_lines(text.splitlines())
+    assert (found.versions, found.open) == ({}, open_)
+
+
+def test_an_archive_of_a_branch_is_no_release(tmp_path):
+    for url, open_ in (("https://x/toy_pkg-2.0-py3-none-any.whl", {}), ("https://x/archive/main.zip", {"toy-pkg"})):
+        for name, source in (("uv.lock", f'source = {{ url = "{url}" }}'), ("pylock.toml", f'archive = {{ url = "{url}" }}')):
+            (tmp_path / name).write_text(f'[[package]]\nname = "toy-pkg"\nversion = "2.0"\n{source}\n')
+            assert set(stack.of_file(tmp_path / name).open) == set(open_), (name, url)
+
+
+def test_the_folder_that_a_python_is_started_in_is_not_its_environment(tmp_path, monkeypatch):
+    (tmp_path / "toy_here-1.0.dist-info").mkdir()
+    (tmp_path / "toy_here-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-here\nVersion: 1.0\n")
+    monkeypatch.chdir(tmp_path)
+    assert "toy-here" not in stack.of_python(Path(sys.executable)).versions
 
 
 def test_a_line_without_a_name_is_told(results, capsys):

@@ -78,8 +78,8 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
 
 def _index(results: Path | None) -> Path:
     """timeline.json of this checkout; a wheel, which has no results/, brings its own."""
-    own = Path(__file__).parent.parent / "timeline.json"
-    return own if results is None and own.is_file() else (results or RESULTS) / "timeline.json"
+    own, recorded = Path(__file__).parent.parent / "timeline.json", (results or RESULTS) / "timeline.json"
+    return own if results is None and own.is_file() and not recorded.is_file() else recorded
 
 
 def _stack(options: argparse.Namespace, there: Path) -> stack.Stack:

@@ -35,10 +35,11 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
 
     ended = common.look_at(options, look, "not sound", published.warnings)
     # check and pins read what is made of the receipts, and not the receipts.
-    made = tables.of_results(results, packs, history.load(results, packs)) if (results / "timeline.json").is_file() else {}
-    other = [
-        path for path, text in made.items() if not path.is_file() or path.read_text(encoding="utf-8", errors="replace") != text
-    ]
+    badges = set((results / "badges").glob("*.svg"))
+    there = badges or (results / "timeline.json").is_file()
+    made = tables.of_results(results, packs, history.load(results, packs)) if there else {}
+    held = {path: path.read_text(encoding="utf-8", errors="replace") for path in {*made, *badges} if path.is_file()}
+    other = sorted(path for path in {*made, *badges} if held.get(path) != made.get(path))
     for path in other:
         common.complain(f"✗ {report.where(path)} is not what the receipts give: python -m common tables makes it anew.")
     return common.SURPRISE if other else ended

@@ -29,6 +29,8 @@ else:
 
 #: Run by the other Python, which may be an old one and has nothing of ours.
 _LIST = """
+import sys
+sys.path = [folder for folder in sys.path if folder]
 import json
 try:
     from importlib.metadata import distributions
@@ -59,14 +61,14 @@ class Stack:
 
 
 def of_python(python: Path) -> Stack:
-    """What a Python finds when it is started: its environment, with what PYTHONPATH adds left out."""
+    """What a Python finds when it is started: its environment, with what PYTHONPATH and the folder it is started in add left out."""
     if python.is_dir():
         inside = [python / "bin" / "python", python / "Scripts" / "python.exe"]
         python = next((file for file in inside if file.is_file()), python)
     if not python.is_file():
         raise UserError(f"{python} is not a Python interpreter: name one, or the folder of a virtual environment.")
     try:
-        done = subprocess.run([python, "-I", "-c", _LIST], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([python, "-E", "-c", _LIST], capture_output=True, text=True, timeout=60)
         found = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         raise UserError(f"{python} could not list what it has installed: {error or 'it ended without an answer'}.") from error
@@ -74,17 +76,27 @@ def of_python(python: Path) -> Stack:
     for name, version, origin in found:  # The first on the path is what is imported.
         first.setdefault(canonicalize_name(name), (version, origin))
     # https://packaging.python.org/en/latest/specifications/direct-url/: what says of itself that it is a release, and may hold anything.
-    made = {name: f"{version}, made of a checkout" for name, (version, origin) in first.items() if _checkout(origin)}
+    made = {
+        name: f"{version}, made of a checkout"
+        for name, (version, origin) in first.items()
+        if not _released(origin, name, version)
+    }
     versions = {name: version for name, (version, _) in first.items() if name not in made}
     return Stack(versions=versions, open=made, place=str(python), total=len(first))
 
 
-def _checkout(origin: str | None) -> bool:
-    """Whether a direct_url.json is of a repository or a folder."""
+def _released(origin: str | None, name: str, version: str) -> bool:
+    """Whether what was installed is a file of a release: from an index, which leaves no direct_url.json, or one of that name and version."""
     try:
-        return bool({"vcs_info", "dir_info"} & set(json.loads(origin or "{}")))
-    except (ValueError, TypeError):
-        return True
+        return origin is None or ("archive_info" in (told := json.loads(origin)) and _names(str(told["url"]), name, version))
+    except (ValueError, TypeError, KeyError):
+        return False
+
+
+def _names(url: str, name: str, version: str) -> bool:
+    """Whether a file has the name that a release's has."""
+    found = _file(url)
+    return found is not None and canonicalize_name(found[0]) == name and _same(found[1], version)
 
 
 def of_file(path: Path) -> Stack:
@@ -124,7 +136,11 @@ def _locked(path: Path, text: str) -> Stack:
             *(source if isinstance(source, dict) else ()),
             source["type"] if isinstance(source, dict) and "type" in source else "",
         }
-        elsewhere = named & {"git", "vcs", "path", "directory", "editable", "virtual"}
+        elsewhere = bool(named & {"git", "vcs", "path", "directory", "editable", "virtual"})
+        url = next(
+            (str(held["url"]) for held in (source, each.get("archive"), each) if isinstance(held, dict) and "url" in held), ""
+        )
+        elsewhere |= "legacy" not in named and bool(url) and not _names(url, name, str(version))
         given = version if isinstance(version, str) and not elsewhere else None
         asked = f"{version}, made of a checkout" if elsewhere else "locked without a version"
         found.append((name, given, asked, (str(path), numbers.get(name, 1))))
@@ -139,17 +155,24 @@ def _gathered(place: str, found: Iterable[tuple[str, str | None, str, tuple[str,
     for name, version, asked, at in found:
         lines.setdefault(name, at)
         if version is None:
-            open_.setdefault(name, asked)
+            open_[name] = asked if _made(asked) else open_.get(name, asked)
         elif not any(_same(version, known) for known in pins.setdefault(name, [])):
             pins[name].append(version)
+    made = {name for name, asked in open_.items() if _made(asked)}
     return Stack(
-        versions={name: versions[0] for name, versions in pins.items() if len(versions) == 1},
-        open={name: asked for name, asked in open_.items() if name not in pins},  # not a constraint beside a requirement
-        several={name: tuple(versions) for name, versions in pins.items() if len(versions) > 1},
+        versions={name: versions[0] for name, versions in pins.items() if len(versions) == 1 and name not in made},
+        # Not a constraint beside a requirement.
+        open={name: asked for name, asked in open_.items() if name in made or name not in pins},
+        several={name: tuple(versions) for name, versions in pins.items() if len(versions) > 1 and name not in made},
         lines=lines,
         place=place,
         total=len({*pins, *open_}),
     )
+
+
+def _made(asked: str) -> bool:
+    """Whether what is asked for is no file of a release."""
+    return asked.endswith("a checkout") or asked.startswith("@ ")
 
 
 def _same(one: str, other: str) -> bool:
@@ -198,7 +221,7 @@ def _requirements(lines: Iterable[str], path: Path | None, seen: set[Path]) -> I
                 raise UserError(f"{where}:{start} asks for {named[1].strip()}: give that file itself.")
             other = path.parent / named[1].strip().strip("\"'")
             if other.resolve() not in seen:
-                if not other.is_file():
+                if "\0" in str(other) or not other.is_file():
                     raise UserError(f"{where}:{start} asks for {named[1].strip()}, which is not there.")
                 found = _text(other).splitlines()
                 for _, *each in _requirements(found, other, {*seen, other.resolve()}):
@@ -220,8 +243,12 @@ def _requirements(lines: Iterable[str], path: Path | None, seen: set[Path]) -> I
                 continue
             raise UserError(f"{where}:{start} is not a requirement: {text[:60]!r}.") from None
         pinned = [s.version for s in requirement.specifier if s.operator in ("==", "===") and not s.version.endswith("*")]
-        if requirement.url and (wheel := _file(requirement.url)):
-            yield start, *wheel, ""
+        if (
+            requirement.url
+            and (file := _file(requirement.url))
+            and canonicalize_name(file[0]) == canonicalize_name(requirement.name)
+        ):
+            yield start, *file, ""
             continue
         asked = f"@ {requirement.url}" if requirement.url else str(requirement.specifier) or "any version"
         yield start, canonicalize_name(requirement.name), pinned[0] if pinned else None, asked
@@ -229,7 +256,9 @@ def _requirements(lines: Iterable[str], path: Path | None, seen: set[Path]) -> I
 
 def _file(text: str) -> tuple[str, str] | None:
     """Name and version of a wheel or an sdist that is named by its path or address; None for a folder or a repository."""
-    file = text.split()[0].partition("#")[0].rpartition("/")[2]
+    place, _, file = text.split()[0].partition("#")[0].rpartition("/")
+    if "/archive" in place:  # of a repository's branch or tag, whose name says nothing
+        return None
     try:
         name, version, *_ = parse_wheel_filename(file) if file.endswith(".whl") else parse_sdist_filename(file)
     except (InvalidWheelFilename, InvalidSdistFilename):

@@ -107,17 +107,23 @@ def apply_patch(
 def read_diff(patch: Path) -> list[_Change]:
     """What a diff changes; `UserError` where it cannot be read as one."""
     try:
-        text = patch.read_text(encoding="utf-8")
+        text = patch.read_bytes().decode("utf-8").replace("\r\n", "\n")
     except OSError as error:
         raise UserError(f"{patch} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{patch} is not a unified diff: it is not text.") from error
+    if "\r" in text:  # Python reads a new line there, git does not.
+        raise UserError(f"{patch} has a carriage return within a line: make it with 'git diff'.")
     changes = list(_changes(text))
     _as_git_sees_it(patch, text, changes)
     if not changes:
         raise UserError(f"{patch} holds no unified diff: make one with 'git diff' or 'diff -u'.")
     if links := [change.new or change.old for change in changes if change.link]:
         raise UserError(f"{patch} makes a symbolic link of {links[0]}, which no release holds: take it out of the diff.")
+    named = [name for change in changes for name in {change.source or change.old, change.new} if name]
+    if moved := [change.source for change in changes if change.source and named.count(change.source) > 1]:
+        # git copies what was there before the diff; parts that are applied one after the other would copy what it made.
+        raise UserError(f"{patch} copies or renames {moved[0]} and changes it as well: make it with 'git diff --no-renames'.")
     return changes
 
 
@@ -162,6 +168,8 @@ class _Change:
     old: str
     new: str
     text: str
+    #: What it is a copy of, or had for a name.
+    source: str = ""
     binary: bool = False
     link: bool = False
 
@@ -203,6 +211,7 @@ def _changes(text: str) -> Iterator[_Change]:
             old="" if re.search(r"^new file mode|^copy from", head, re.MULTILINE) else old,
             new="" if re.search(r"^deleted file mode", head, re.MULTILINE) else new,
             text=part,
+            source=old if renamed else "",
             binary=bool(re.search(r"^Binary files |^GIT binary patch|mode 160000|^index \S+ 160000$", head, re.MULTILINE))
             or '"' in head.splitlines()[0],
             link=bool(re.search(r"mode 120000$|^index \S+ 120000$", head, re.MULTILINE)),
@@ -257,7 +266,6 @@ def _kind(change: _Change, prefix: str, shipped: set[str], overlay: Path) -> str
         return "skipped" if all(map(_ASIDE.fullmatch, names)) and not change.binary else "unsupported"
     before = _place(change.old, prefix, shipped) if change.old else ""
     there = bool(before) and (overlay / str(before)).is_file()
-    renamed = change.old and change.new and change.old != change.new
     if change.binary or not all(places) or any(name.endswith(_COMPILED) for name in names):
         return "unsupported"
     if not there and not names[-1].endswith((".py", ".pyi", ".json", ".txt", ".md")):
@@ -267,9 +275,8 @@ def _kind(change: _Change, prefix: str, shipped: set[str], overlay: Path) -> str
     if before and "/" not in before and change.new != change.old:
         return "unsupported"  # A module at the top cannot be hidden by an overlay that lacks it.
     if change.old and not there:
-        # A part of the repository that this release does not hold, or a file that is gone, which git will say.
-        gone = change.new and (overlay / str(before)).parent.is_dir()
-        return "applied" if gone else "unsupported" if renamed else "skipped"
+        # A file that is gone, which git will say, or a part of the repository that this release does not hold.
+        return "applied" if change.new and (overlay / str(before)).parent.is_dir() else "unsupported"
     return "applied"
 
 

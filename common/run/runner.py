@@ -223,10 +223,12 @@ def _side(
 
 
 def _own_checks(plan: Plan, cell: Cell) -> int:
-    """How many checks of today's validate.py pass with the pack's own fix, in the record of this release and lane; 0 without one."""
+    """How many checks of today's validate.py pass with the pack's own fix, in the record of this release and lane on such GPUs; 0 without one."""
     stored = (seen for seen in history.load(RESULTS, [plan.pack]).runs if (seen.cell, seen.lane) == (cell, plan.lane))
-    passed = (seen.document().predicate.passed_tests for seen in stored if seen.outcome == "ABSENT" and not seen.stale)
-    return max((sum(name.startswith("validate: ") for name in names) for names in passed), default=0)
+    found = [seen.document() for seen in stored if seen.outcome == "ABSENT" and not seen.stale]
+    mine = sorted(machine.architectures(machine.gpu())), len(machine.gpu())
+    alike = [each for each in found if (sorted(machine.architectures(gpus := each.facts.environment.gpus)), len(gpus)) == mine]
+    return max((sum(name.startswith("validate: ") for name in each.predicate.passed_tests) for each in alike), default=0)
 
 
 def _receipt(plan: Plan, release: Release, cell: Cell, ran: _Ran, verdict: Verdict, log: str, started: str) -> receipt.Receipt:

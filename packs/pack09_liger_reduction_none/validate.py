@@ -3,6 +3,7 @@
 Runs after repro.py on the patched side. ``mean`` and ``sum`` have to stay what the release computes, byte for byte.
 """
 
+import gc
 import importlib
 import inspect
 import itertools
@@ -65,6 +66,12 @@ class Largest(TorchDispatchMode):
         if torch.is_tensor(out):
             self.elements = max(self.elements, out.numel())
         return out
+
+
+def alive():
+    """Elements of all tensors that Python knows."""
+    gc.collect()
+    return sum(each.numel() for each in gc.get_objects() if type(each) is torch.Tensor)
 
 
 def outcome(function, tensors, needs, y, scale, **given):
@@ -138,6 +145,22 @@ def main():
             check("control", f"{reduction} is the release's, byte for byte: {name}", same(*each) and len(each[0]) > 1)
     for name, weight in weights.items():
         compare(f"weights {name}", y, weight, (x, w))
+    compare("one token", y[:1], weights["dense"][:1], (x[:1], w, b))
+    zeros = run(liger, (x, w, b), torch.full_like(y, -100), weights["dense"], reduction="none")
+    check("trigger", "all labels ignored: loss and gradients are zero", all(t.eq(0).all() for t in zeros))
+    large = [20 * x, w, b]  # logits of 60 and more, where fp32 has four digits less
+    want = run(definition, [t.double() for t in large], y, weights["dense"], reduction="none")
+    found = error(run(liger, large, y, weights["dense"], reduction="none"), want)
+    check("trigger", "logits of 60", error=found, limit=1e-4)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            each = [outcome(f, (x, w, b), (0, 0, 0), y, 1.0, reduction="none") for f in (released, fixed)]
+        check("control", f"outputs of none are the release's, byte for byte: {mode.__name__}", same(*each) and len(each[0]) > 1)
+    state = torch.get_rng_state()
+    before = alive()
+    run(liger, (x, w, b), y, weights["dense"], reduction="none")
+    check("trigger", "no tensor is left after a backward", alive() <= before)
+    check("trigger", "the state of the random numbers is as before", torch.equal(state, torch.get_rng_state()))
     compare("ignore_index 5", torch.where(y % 4 == 0, 5, y), weights["dense"], (x, w), ignore_index=5)
     many = 100  # tokens, in chunks of 32
     spread, scale = torch.arange(many, device=device) % V, torch.randn(many, device=device)
@@ -155,8 +178,21 @@ def main():
         got = run(as_module[1], (x, w, b), y, weights["dense"], reduction="none", label_smoothing=0.1)
         found = error(got, want) if all(t is not None for t in got) else None
         check("trigger", "by Liger's Module, which is imported from the fix", error=found, limit=LIMIT)
-        each = [run(f, (x, w, b), ignored["some"], reduction="mean") for f in as_module]
-        check("control", "mean by Liger's Module is the release's, byte for byte", same(*each))
+        known = {
+            "ignore_index": int(y[3]),
+            "ce_weight": classes,
+            "lse_square_scale": 1e-3,
+            "label_smoothing": 0.1,
+            "softcap": 3.0,
+        }
+        known |= {"return_z_loss": False, "use_token_scaling": True, "accum_dtype": torch.float64}
+        for name in ("reduction", *(name for name in known if name in inspect.signature(layer).parameters)):
+            if name == "softcap" and device != "cuda":
+                continue
+            given = {"reduction": "mean"} | ({name: known[name]} if name in known else {})
+            labels = y if name == "ignore_index" else ignored["some"]
+            each = [run(f, (x, w, b), labels, **given) for f in as_module]
+            check("control", f"mean by Liger's Module is the release's, byte for byte: {name}", same(*each))
     seen = []
     for reduction in ("none", "sum"):  # none runs as fixed
         with Largest() as largest:
@@ -194,7 +230,8 @@ def main():
             if all(needs):
                 full = each[0]
             # Of a frozen input (pack17) gradients may come out right as well.
-            kept = same(*each) or (needs == (0, 1, 1) and same(each[1][-2:], full[-2:]))
+            right = needs == (0, 1, 1) and same(each[1][-2:], full[-2:]) and same(each[1][:-3], full[:-3])
+            kept = same(*each) or right
             check("control", f"{reduction} is the release's, byte for byte: {name or 'plain'}, trained {needs}", kept)
         before, after = (outcome(f, (x, w, b), (1, 1, 1), labels, 1.0, reduction="none", **given) for f in (released, fixed))
         check("control", f"outputs of none are the release's, byte for byte: {name or 'plain'}", same(before[:-3], after[:-3]))

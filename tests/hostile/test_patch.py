@@ -267,6 +267,23 @@ def test_what_a_plain_diff_has_lost_is_refused(judge, lost):
         judge(plain + lost)
 
 
+def test_a_copy_is_of_what_was_there_before_the_diff(judge):
+    """Parts are applied one after the other, and git copies from the tree before all of them."""
+    copy = "diff --git a/toy/__init__.py b/toy/core.py\nsimilarity index 100%\ncopy from toy/__init__.py\ncopy to toy/core.py\n"
+    assert judge(copy)[0].applied == ("toy/core.py",)
+    for text in (modify("toy/__init__.py") + copy, copy + modify("toy/__init__.py")):
+        with pytest.raises(UserError, match="--no-renames"):
+            judge(text)
+
+
+def test_a_carriage_return_does_not_end_a_line(judge):
+    """Python takes what follows it for a line of its own; git does not."""
+    text = modify("toy/__init__.py").replace("sum(xs)", "sum(xs)  # end\rx = 1")
+    with pytest.raises(UserError, match="carriage return"):
+        judge(text)
+    assert judge(modify("toy/__init__.py").replace("\n", "\r\n"))[0].applied == ("toy/__init__.py",)
+
+
 def test_a_series_of_mails_is_one_diff(judge):
     mail = (
         "From 0123 Mon Sep 17\nSubject: [PATCH 1/1] fix\n\n---\n toy/__init__.py | 2 +-\n\n"
