@@ -152,10 +152,11 @@ def main():
     want = run(definition, [t.double() for t in large], y, weights["dense"], reduction="none")
     found = error(run(liger, large, y, weights["dense"], reduction="none"), want)
     check("trigger", "logits of 60", error=found, limit=1e-4)
-    for mode in (torch.no_grad, torch.inference_mode):
+    trained = outcome(released, (x, w, b), (1, 1, 1), y, 1.0, reduction="none")[:-3]
+    for mode in (torch.no_grad, torch.inference_mode):  # 0.6.3 - 0.7.0 raise there where there is a bias
         with mode():
-            each = [outcome(f, (x, w, b), (0, 0, 0), y, 1.0, reduction="none") for f in (released, fixed)]
-        check("control", f"outputs of none are the release's, byte for byte: {mode.__name__}", same(*each) and len(each[0]) > 1)
+            found = outcome(fixed, (x, w, b), (0, 0, 0), y, 1.0, reduction="none")[:-3]
+        check("control", f"{mode.__name__}: outputs of none are those in training, byte for byte", same(trained, found))
     state = torch.get_rng_state()
     before = alive()
     run(liger, (x, w, b), y, weights["dense"], reduction="none")
