@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from rich.text import Text
 from common.cli import common, report
 from common.errors import UserError
 from common.files import RESULTS
+from common.packs.pack import numbered
 from common.publish import affected, formats, stack
 from common.publish.affected import Finding, Upgrade
 from common.publish.formats import Report
@@ -52,12 +52,10 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     wanted = dict(stack.pinned(text) for text in options.upgrade)
     index = affected.load(_index(options.results))
     if options.pack:
-        wanted_packs = {
-            f"pack{int(n[1]):02}" if (n := re.fullmatch(r"(?:pack)?(\d{1,2})", name)) else name for name in options.pack
-        }
-        if strange := sorted(wanted_packs - {entry.pack for entry in index}):
+        chosen = set(map(numbered, options.pack))
+        if strange := sorted(chosen - {entry.pack for entry in index}):
             raise UserError(f"{strange[0]} is not a pack about a bug: {', '.join(sorted({e.pack for e in index}))} are.")
-        index = [entry for entry in index if entry.pack in wanted_packs]
+        index = [entry for entry in index if entry.pack in chosen]
     known = {str(canonicalize_name(entry.package)) for entry in index}
     if strange := sorted(wanted.keys() - known):
         raise UserError(f"No pack is about {strange[0]}; there are packs about {', '.join(sorted(known))}.")

@@ -274,10 +274,15 @@ def _folders(packs: Path) -> list[Path]:
     return sorted(folder for folder in packs.glob("pack[0-9][0-9]_*") if folder.is_dir())
 
 
+def numbered(name: str) -> str:
+    """``pack09`` for ``09`` and ``9``; another name as it is."""
+    return f"pack{int(name):02d}" if name.isdecimal() else name
+
+
 def find(name: str, packs: Path = PACKS) -> Pack:
     """The pack called ``pack09``, ``09``, ``9`` or by its whole folder name."""
     folders = _folders(packs)
-    short = f"pack{int(name):02d}" if name.isdecimal() else name
+    short = numbered(name)
     found = [folder for folder in folders if short in (folder.name, folder.name.partition("_")[0])]
     if len(found) > 1:
         names = " and ".join(folder.name for folder in found)

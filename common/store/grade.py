@@ -129,11 +129,11 @@ def _grade(opening: dict[str, Any], body: list[str], closing: dict[str, Any]) ->
         raise Disagreement("FIX_VALIDATED without validate.py, which the pack has")
     # A lane of its own may run it, which computes what the first one compiles.
     deep = _of_script({**opening, "patch": None, "triggers": 0, "also": "interpreter"}, body[opening["lines"] :], second)
-    count, own = len(deep.passed), opening.get("checks", 0)
-    if deep.outcome == "ABSENT" and count < own:  # A diff that renames what a check looks for would be spared the check.
-        return Verdict(outcome="CHANGED", reason=f"validate: {count} checks ran, and {own} do with the pack's own fix")
     if deep.outcome == "ABSENT":
-        ran = f"{len(deep.passed)} checks of validate.py passed"
+        count, own = len(deep.passed), opening.get("checks", 0)
+        if count < own:  # A diff that renames what a check looks for would be spared the check.
+            return Verdict(outcome="CHANGED", reason=f"validate: {count} checks ran, and {own} do with the pack's own fix")
+        ran = f"{count} checks of validate.py passed"
         found = {**verdict.metrics, **({"validate": dict(deep.metrics)} if deep.metrics else {})}
         passed = (*verdict.passed, *(f"validate: {name}" for name in deep.passed))
         # The one that is nearer to its limit.
