@@ -21,29 +21,36 @@ LIMIT = 1e-5
 NO_PART = "accum_dtype", "return_z_loss", "return_token_accuracy", "return_predicted_tokens"  # of what the loss is
 
 
-def module():
-    """Liger's Module; None where it does not import without transformers."""
+def wrappers():
+    """Liger's Module and functional, as functions of input, weight, labels, bias and options, and what options they take; none where
+    they do not import without transformers.
+    """
     try:
-        return importlib.import_module("liger_kernel.transformers.fused_linear_cross_entropy").LigerFusedLinearCrossEntropyLoss
+        layer = importlib.import_module("liger_kernel.transformers.fused_linear_cross_entropy").LigerFusedLinearCrossEntropyLoss
+        functional = importlib.import_module("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
     except ImportError:
-        return None
+        return {}
+    return {
+        "Liger's Module": (lambda x, w, y, b, **given: layer(**given)(w, x, y, b), inspect.signature(layer).parameters),
+        "Liger's functional": (functional, inspect.signature(functional).parameters),
+    }
 
 
 def as_released():
-    """The release's own function with all that it imports, and its Module: what hides it on sys.path is left out for once."""
+    """The release's own function with all that it imports, and its wrappers: what hides it on sys.path is left out for once."""
     file = FACTS["file"]
     overlay = str(Path(file).parents[2])
     patched = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "liger_kernel"}
     sys.path.remove(overlay)
     importlib.invalidate_caches()
-    function, layer = release().LigerFusedLinearCrossEntropyFunction, module()
+    function, around = release().LigerFusedLinearCrossEntropyFunction, wrappers()
     assert FACTS["file"] != file
     for name in [name for name in sys.modules if name.split(".")[0] == "liger_kernel"]:
         del sys.modules[name]
     sys.path.insert(0, overlay)
     sys.modules.update(patched)
     FACTS["file"] = file
-    return function, layer
+    return function, around
 
 
 def definition(x, w, y, b=None, *, softcap=None, use_token_scaling=False, lse_square_scale=0.0, ignore_index=-100, **given):
@@ -56,22 +63,35 @@ def definition(x, w, y, b=None, *, softcap=None, use_token_scaling=False, lse_sq
     return loss * scaling if use_token_scaling else loss
 
 
-class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that an operation gives."""
+class Cost(TorchDispatchMode):
+    """Elements of the largest tensor that an operation gives, and the number of matrix products."""
 
-    elements = 0
+    elements = products = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
+        self.products += str(function).split(".")[1].rstrip("_") in ("mm", "addmm", "bmm", "baddbmm")
         if torch.is_tensor(out):
             self.elements = max(self.elements, out.numel())
         return out
 
 
 def alive():
-    """Elements of all tensors that Python knows."""
+    """Bytes of all tensors that Python knows; what shares memory counts once."""
     gc.collect()
-    return sum(each.numel() for each in gc.get_objects() if type(each) is torch.Tensor)
+    memory = [each.untyped_storage() for each in gc.get_objects() if type(each) is torch.Tensor]
+    return sum({each.data_ptr(): each.nbytes() for each in memory}.values())
+
+
+def held(function, tensors, y, reduction):
+    """Bytes that a loss holds until its backward, itself included; the hooks make Python know what autograd saves."""
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    flce, before = release(), alive()
+    known, flce.LigerFusedLinearCrossEntropyFunction = flce.LigerFusedLinearCrossEntropyFunction, function
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        loss = liger(*leaves, y, reduction=reduction)  # noqa: F841  it is held
+    flce.LigerFusedLinearCrossEntropyFunction = known
+    return alive() - before
 
 
 def outcome(function, tensors, needs, y, scale, **given):
@@ -103,7 +123,7 @@ def same(before, after):
 
 def main():
     flce = release()
-    fixed, (released, layer) = flce.LigerFusedLinearCrossEntropyFunction, as_released()
+    fixed, (released, before_it) = flce.LigerFusedLinearCrossEntropyFunction, as_released()
     takes = list(inspect.signature(released.forward).parameters)
     kept = list(inspect.signature(fixed.forward).parameters)[: len(takes)]
     check("control", "arguments stand in the release's order", kept == takes)
@@ -130,21 +150,33 @@ def main():
         got = run(liger, tensors, labels, scale, reduction="none", ce_weight=ce_weight, **given)
         check("trigger", name, error=error(got, want), limit=LIMIT)
 
-    grid = itertools.product((0, 1), (0.0, 0.1), (0.0, 1e-3), (0, 1), ignored)
-    for bias, smoothing, z, weighted, which in grid:
+    # All options together with some labels ignored; none and all of them also with none, and with that of token 0.
+    grid = [(*options, "some") for options in itertools.product((0, 1), (0.0, 0.1), (0.0, 1e-3), (0, 1))]
+    for bias, smoothing, z, weighted, which in grid + [(*grid[i][:4], name) for i in (0, -1) for name in ("none", "token 0")]:
         given = {"label_smoothing": smoothing, "lse_square_scale": z, "ce_weight": classes if weighted else None}
         tensors, labels = (x, w, b)[: 2 + bias], ignored[which]
         name = f"bias {bias} smoothing {smoothing} z {z} class weights {weighted} ignored {which}"
         compare(name, labels, weights["dense"], tensors, **given)
         upstream = 0.5 if bias and weighted else 1.0  # another kernel runs for each of the two
         for reduction in ("mean", "sum") if which == "some" else ():
+            few = x[:4], *tensors[1:]
             each = [
-                outcome(f, tensors, (1,) * len(tensors), labels, upstream, reduction=reduction, **given)
-                for f in (released, fixed)
+                outcome(f, few, (1,) * len(few), labels[:4], upstream, reduction=reduction, **given) for f in (released, fixed)
             ]
             check("control", f"{reduction} is the release's, byte for byte: {name}", same(*each) and len(each[0]) > 1)
     for name, weight in weights.items():
         compare(f"weights {name}", y, weight, (x, w))
+    compare("16 classes, which are one chunk", y % 16, weights["dense"], (x, w[:16]))
+    compare("strided labels", torch.stack((y, y), 1)[:, 0], weights["dense"], (x, w))
+    want = run(eager, [x.double(), w.double()], y, weights["dense"], reduction="none")
+    if len(outcome(released, (x, w), (1, 1), y.int(), 1.0, reduction="sum")) > 1:
+        found = error(run(liger, (x, w), y.int(), weights["dense"], reduction="none"), want)
+        check("trigger", "labels in int32, which the release's sum takes", error=found, limit=LIMIT)
+    leaves = [t.clone().requires_grad_() for t in (x, w)]
+    loss = liger(*leaves, y, reduction="none")
+    loss *= weights["dense"]
+    loss.sum().backward()
+    check("trigger", "a loss that is multiplied in place", error=error([leaf.grad for leaf in leaves], want[1:]), limit=LIMIT)
     compare("one token", y[:1], weights["dense"][:1], (x[:1], w, b))
     zeros = run(liger, (x, w, b), torch.full_like(y, -100), weights["dense"], reduction="none")
     check("trigger", "all labels ignored: loss and gradients are zero", all(t.eq(0).all() for t in zeros))
@@ -157,60 +189,84 @@ def main():
         with mode():
             found = outcome(fixed, (x, w, b), (0, 0, 0), y, 1.0, reduction="none")[:-3]
         check("control", f"{mode.__name__}: outputs of none are those in training, byte for byte", same(trained, found))
+    torch.rand(1)  # a seed set by the fix would be seen
     state = torch.get_rng_state()
     before = alive()
     run(liger, (x, w, b), y, weights["dense"], reduction="none")
     check("trigger", "no tensor is left after a backward", alive() <= before)
     check("trigger", "the state of the random numbers is as before", torch.equal(state, torch.get_rng_state()))
+    before = alive()
+    with torch.no_grad():
+        liger(x.clone(), w.clone(), y, b, reduction="none")
+    liger(x.clone().requires_grad_(), w.clone().requires_grad_(), y, b, reduction="none")
+    check("trigger", "no tensor is left of an evaluation, nor of a loss that is dropped", alive() <= before)
     compare("ignore_index 5", torch.where(y % 4 == 0, 5, y), weights["dense"], (x, w), ignore_index=5)
-    many = 100  # tokens, in chunks of 32
+    many = 50  # tokens, in chunks of 16; and some more, which take the interpreter a second for each 100
     spread, scale = torch.arange(many, device=device) % V, torch.randn(many, device=device)
     tokens = torch.randn(many, H, device=device)
-    compare("100 tokens", spread, scale, (tokens, w))
-    compare("300 tokens", spread.repeat(3), scale.repeat(3), (tokens.repeat(3, 1), w))
+    for times in (1, 3, 100) if device == "cuda" else (1, 3):
+        compare(f"{times * many} tokens", spread.repeat(times), scale.repeat(times), (tokens.repeat(times, 1), w))
+    for reduction in ("mean", "sum"):
+        given = (tokens.repeat(3, 1), w), (1, 1), spread.repeat(3), 1.0
+        each = [outcome(f, *given, reduction=reduction) for f in (released, fixed)]
+        check("control", f"{reduction} is the release's, byte for byte: 150 tokens", same(*each) and len(each[0]) > 1)
+    kept, own = held(fixed, (tokens, w), spread, "none"), held(released, (tokens, w), spread, "sum")
+    check("trigger", f"until its backward the loss holds {kept} bytes, and the release's sum {own}", kept <= own + 8 * many)
     turned = [x.t().contiguous().t(), w.t().contiguous().t(), b]  # a copy of them keeps the strides
     compare("input and weight transposed", y, weights["dense"], turned)
     for reduction in ("mean", "sum"):
         each = [outcome(f, turned, (1, 1, 1), y, 1.0, reduction=reduction) for f in (released, fixed)]
         check("control", f"{reduction} is the release's, byte for byte: transposed", same(*each) and len(each[0]) > 1)
-    if layer:
-        as_module = [(lambda x, w, y, b, of=of, **given: of(**given)(w, x, y, b)) for of in (layer, module())]
-        want = run(definition, [t.double() for t in (x, w, b)], y, weights["dense"], reduction="none", label_smoothing=0.1)
-        got = run(as_module[1], (x, w, b), y, weights["dense"], reduction="none", label_smoothing=0.1)
-        found = error(got, want) if all(t is not None for t in got) else None
-        check("trigger", "by Liger's Module, which is imported from the fix", error=found, limit=LIMIT)
-        known = {
-            "ignore_index": int(y[3]),
-            "ce_weight": classes,
-            "lse_square_scale": 1e-3,
-            "label_smoothing": 0.1,
-            "softcap": 3.0,
-        }
-        known |= {"return_z_loss": False, "use_token_scaling": True, "accum_dtype": torch.float64}
-        for name in ("reduction", *(name for name in known if name in inspect.signature(layer).parameters)):
+    known = {"ignore_index": int(y[3]), "ce_weight": classes, "lse_square_scale": 1e-3, "label_smoothing": 0.1, "softcap": 3.0}
+    known |= {"return_z_loss": False, "use_token_scaling": True, "accum_dtype": torch.float64}
+    for wrapper, (function, options) in wrappers().items():
+        for name in ("reduction", *(name for name in known if name in options)):
             if name == "softcap" and device != "cuda":
                 continue
-            given = {"reduction": "mean"} | ({name: known[name]} if name in known else {})
-            labels = y if name == "ignore_index" else ignored["some"]
-            each = [run(f, (x, w, b), labels, **given) for f in as_module]
-            check("control", f"mean by Liger's Module is the release's, byte for byte: {name}", same(*each))
-    seen = []
-    for reduction in ("none", "sum"):  # none runs as fixed
-        with Largest() as largest:
-            run(liger, (tokens, w), spread, reduction=reduction)
-        seen.append(largest.elements)
-    check("trigger", f"100 tokens: the largest tensor has {seen[0]} elements, and that of sum {seen[1]}", seen[0] <= seen[1])
+            given = {name: known[name]} if name in known else {}
+            labels = (y if name == "ignore_index" else ignored["some"])[:4]
+            few = x[:4], w, b
+            each = [run(f, few, labels, reduction="mean", **given) for f in (before_it[wrapper][0], function)]
+            check("control", f"mean by {wrapper} is the release's, byte for byte: {name}", same(*each))
+            each = [run(f, few, labels, weights["dense"][:4], reduction="none", **given) for f in (liger, function)]
+            check("trigger", f"none by {wrapper} is that of the function, byte for byte: {name}", same(*each))
+    cost = {}
+    for name, function, reduction in (
+        ("as released", released, "sum"),
+        ("none", fixed, "none"),
+        ("sum", fixed, "sum"),
+        ("mean", fixed, "mean"),
+    ):
+        with Cost() as cost[name]:
+            outcome(function, (tokens[:20], w), (1, 1), spread[:20], 1.0, reduction=reduction)
+    own = cost.pop("as released")
+    for name, each in cost.items():
+        what = (
+            f"20 tokens, {name}: the largest tensor has {each.elements} elements, and that of the release's sum {own.elements}"
+        )
+        check("trigger", what, each.elements <= own.elements)
+        what = f"20 tokens, {name}: {each.products} matrix products, at most twice the {own.products} of the release's sum"
+        check("trigger", what, 0 < each.products <= 2 * own.products)
     # A row takes the release's kernels more than one block, which has 32768 elements.
     wide = torch.randn(40_000, 8, device=device) / 8**0.5
     compare("V=40,000", 7_777 * (y % 6), weights["dense"], (x[:, :8], wide))
-    want = run(eager, (x.double(), w.double()), y, weights["dense"], reduction="none")
     for dtype in (torch.bfloat16, torch.float16):
-        half = x.to(dtype), w.to(dtype)
-        check("trigger", f"{dtype}: within 0.1", error(run(liger, half, y, weights["dense"], reduction="none"), want) <= 0.1)
-        each = [outcome(f, half, (1, 1), y, 1.0, reduction="none") for f in (released, fixed)]
-        check("control", f"{dtype}: outputs of none are the release's, byte for byte", same(*(e[:-2] for e in each)))
+        half, trained = (x.to(dtype), w.to(dtype), b.to(dtype)), (1, 1, 1)
+        exact, factors = [t.double() for t in half], classes.to(dtype)
+        want = run(eager, exact, y, reduction="sum")[1:]
+        off = error(outcome(released, half, trained, y, 1.0, reduction="sum")[-3:], want)
+        want = run(eager, exact, y, weights["dense"], reduction="none")
+        found = error(run(liger, half, y, weights["dense"], reduction="none"), want)
+        check("trigger", f"{dtype}: at most four times as far off as the release's sum", found <= 4 * off)
+        want = run(eager, exact, y, weights["dense"], reduction="none", weight=factors.double())
+        found = error(run(liger, half, y, weights["dense"], reduction="none", ce_weight=factors), want)
+        check("trigger", f"{dtype}: at most four times as far off as the release's sum, class weights", found <= 4 * off)
+        before, after = (outcome(f, half, trained, y, 1.0, reduction="none") for f in (released, fixed))
+        want = run(eager, exact, y, reduction="none")[:1]
+        kept = same(before[:-3], after[:-3]) or (len(after) > 1 and error(after[:1], want) <= error(before[:1], want))
+        check("control", f"{dtype}: outputs of none are the release's, byte for byte, or nearer to fp64", kept)
         for reduction in ("mean", "sum"):
-            each = [outcome(f, half, (1, 1), y, 1.0, reduction=reduction) for f in (released, fixed)]
+            each = [outcome(f, half, trained, y, 1.0, reduction=reduction) for f in (released, fixed)]
             check("control", f"{dtype}: {reduction} is the release's, byte for byte", same(*each) and len(each[0]) > 1)
     options = {"use_token_scaling": True}
     # Triton's interpreter cannot run the release's own softcap, whatever the reduction.
@@ -226,21 +282,29 @@ def main():
     for name, value in [("", None), *((name, value) for name, value in options.items() if name in takes)]:
         given = {name: value, "lse_square_scale": 1e-3} if name else {}
         labels = y if name == "ignore_index" else ignored["some"]
-        for reduction, needs in itertools.product(("mean", "sum"), ((1, 1, 1), (1, 0, 1), (0, 1, 1), (0, 0, 0))):
-            each = [outcome(f, (x, w, b), needs, labels, 1.0, reduction=reduction, **given) for f in (released, fixed)]
+        choices = (1, 1, 1), (0, 1, 1), *(() if name else ((1, 0, 1), (0, 0, 0), (1, 1), (0, 1)))
+        for reduction, needs in itertools.product(("mean", "sum"), choices):
+            few = (x[:4], w, b)[: len(needs)]  # in four chunks
+            each = [outcome(f, few, needs, labels[:4], 1.0, reduction=reduction, **given) for f in (released, fixed)]
             if all(needs):
                 full = each[0]
             # Of a frozen input (pack17) gradients may come out right as well.
-            right = needs == (0, 1, 1) and same(each[1][-2:], full[-2:]) and same(each[1][:-3], full[:-3])
+            n = len(needs)
+            right = not needs[0] and any(needs) and same(each[1][1 - n :], full[1 - n :]) and same(each[1][:-n], full[:-n])
             kept = same(*each) or right
             check("control", f"{reduction} is the release's, byte for byte: {name or 'plain'}, trained {needs}", kept)
-        before, after = (outcome(f, (x, w, b), (1, 1, 1), labels, 1.0, reduction="none", **given) for f in (released, fixed))
+        few, all_of = (x[:4], w, b), (1, 1, 1)
+        before, after = (outcome(f, few, all_of, labels[:4], 1.0, reduction="none", **given) for f in (released, fixed))
         check("control", f"outputs of none are the release's, byte for byte: {name or 'plain'}", same(before[:-3], after[:-3]))
-        summed = outcome(released, (x, w, b), (1, 1, 1), labels, 1.0, reduction="sum", **given)
+        summed = outcome(released, few, all_of, labels[:4], 1.0, reduction="sum", **given)
         found = error(after[-3:], [t.double() for t in summed[-3:]]) if len(after) > 3 else None
         check("trigger", f"weights of 1 give the gradients of sum: {name or 'plain'}", error=found, limit=LIMIT)
         weight = {"ce_weight": classes} if name == "ce_weight" else {}
         compare(f"weights dense: {name or 'plain'}", labels, weights["dense"], (x, w, b), **{**given, **weight})
+    together = {name: value for name, value in options.items() if name in takes and name != "ce_weight"}
+    together |= {"lse_square_scale": 1e-3} if "lse_square_scale" in takes else {}
+    compare("all options together", y, weights["dense"], (x, w, b), ce_weight=classes, **together)
+    compare("all options but class weights and bias together", y, weights["dense"], (x, w), **together)
     if "accum_dtype" in takes:  # 50 chunks, whose gradients of w are summed in fp32 here, and in bf16 without it
         wide = [torch.randn(many, H, device=device).bfloat16(), (torch.randn(1024, H, device=device) / 4).bfloat16()]
         want = run(eager, [t.double() for t in wide], spread, reduction="sum")[2]
@@ -280,6 +344,10 @@ def main():
         loss = liger(leaf, head, y, reduction="none") if able else None
     if able:
         loss.backward(weights["dense"])
+        for reduction in ("mean", "sum"):
+            with torch.autocast(device, torch.bfloat16):
+                each = [outcome(f, (leaf, head), (1, 1), y, 1.0, reduction=reduction) for f in (released, fixed)]
+            check("control", f"autocast, bf16: {reduction} is the release's, byte for byte", same(*each))
         check("trigger", "autocast, bf16: within 0.1", error([loss, leaf.grad, head.grad], want) <= 0.1)
     # What is swapped or changed between forward and backward (pipeline stages do) is not the loss's.
     want = run(eager, [t.double() for t in (x, w, b)], y, weights["dense"], reduction="none", weight=classes.double())[1:]
