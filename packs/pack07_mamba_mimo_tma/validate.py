@@ -1,6 +1,6 @@
 """The deep check of a fix of pack07: output and 14 gradients are the release's, bit for bit; on a GPU also with TMA on.
 
-Dense sequences; one group for all heads, and one for each. The kernels of varlen are others, which the fix does not touch.
+Dense sequences; one group for all heads, and one for each. The kernels of varlen are others, which a fix may not touch: they are not tried.
 """
 
 import hashlib
@@ -24,7 +24,11 @@ if "--state" in sys.argv and not on_cpu:
     N = int(sys.argv[sys.argv.index("--state") + 1])
 SIDES = "released", "TMA off", "TMA on"
 MAMBA3 = "mamba_ssm.ops.tilelang.mamba3"
-CASES = "G=1", f"G={H} of H={H}", "without D, Z and MIMO_Out, rotated throughout"
+#: What is given of MIMO_Z (9), MIMO_Out (10), D (12) and Z (13), by their places among the arguments: with the cases that have
+#: all of them, each two of D, Z and MIMO_Out are both given, both left out, and one without the other.
+GIVEN = {"D alone": (9, 12), "Z alone, rotated throughout": (9, 13), "MIMO_Out alone": (10,)}
+CASES = "G=1", f"G={H} of H={H}", *GIVEN
+VARLEN = "mamba3_mimo_bwd_varlen.py"
 
 
 def modules(side):
@@ -62,10 +66,12 @@ def inputs(G, divisor=4):
 
 def case(name):
     """The arguments of a case, the gradient of its output, and which share of the channels is rotated (one in ...)."""
-    if name != CASES[-1]:
+    if name not in GIVEN:
         return *inputs(1 if name == CASES[0] else H), 4
-    tensors, _ = inputs(H, divisor=2)
-    return [*tensors[:9], None, None, tensors[11], None, None], torch.randn(B, S, R, H, P, device=device).to(dtype), 2
+    divisor = 2 if "rotated" in name else 4
+    tensors, grad = inputs(H, divisor)
+    some = [None if i in (9, 10, 12, 13) and i not in GIVEN[name] else t for i, t in enumerate(tensors)]
+    return some, grad if 10 in GIVEN[name] else torch.randn(B, S, R, H, P, device=device).to(dtype), divisor
 
 
 def run(side):
@@ -79,14 +85,17 @@ def run(side):
         leaves = [None if t is None else t.detach().clone().requires_grad_() for t in tensors]
         out = mamba3_mimo(*leaves, chunk_size=CHUNK, rotary_dim_divisor=divisor, dtype=dtype)
         out.backward(grad)
-        seen = [t.detach().cpu().contiguous() for t in (out, *(leaf.grad for leaf in leaves if leaf is not None))]
+        # MIMO_Z has no gradient where there is no Z.
+        grads = [leaf.grad for leaf in leaves if leaf is not None and leaf.grad is not None]
+        seen = [t.detach().cpu().contiguous() for t in (out, *grads)]
         digests = [hashlib.sha256(t.view(torch.uint8).numpy().tobytes()).hexdigest() for t in seen]
         rows = list(zip(digests, [bool(t.isfinite().all() and t.any()) for t in seen], strict=True))
         if found.setdefault(name, rows) != rows:
             raise RuntimeError(f"{name}: a second run gives other numbers")
     texts = [path.read_text() for path in Path(os.environ["TILELANG_CACHE_DIR"]).rglob("*.cu")]
     loads = [text.count("tl::tma_load") for text in texts if "mamba_mimo_bwd" in text]
-    print(json.dumps({"file": FACTS["file"], "cases": found, "loads": loads}))
+    varlen = hashlib.sha256(Path(FACTS["file"]).with_name(VARLEN).read_bytes()).hexdigest()
+    print(json.dumps({"file": FACTS["file"], "cases": found, "loads": loads, "varlen": varlen}))
 
 
 def ran(side):
@@ -128,6 +137,8 @@ def main():
                 any(found["loads"]) == (side == "TMA on"),
             )
             check("control", f"{side}: the backward's kernels were built", len(found["loads"]) > 1)
+    untouched = all(found["varlen"] == released["varlen"] for found in others)
+    check("control", f"{VARLEN}, which is not tried, is the release's own", untouched)
     for name, before in released["cases"].items():
         check("control", f"{name}: what the release computes is finite and not zero", all(sound for _, sound in before))
         for side, found in zip(sides[1:], others, strict=True):
