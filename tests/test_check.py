@@ -97,6 +97,15 @@ def test_an_upgrade_says_what_it_fixes_and_what_it_brings(results, capsys):
     assert run(capsys, results / "requirements.txt", "--results", results, "--upgrade", "toy-pkg==1.0")[0] == 0
 
 
+def test_an_upgrade_of_a_package_that_is_asked_for_in_two_versions(results, capsys):
+    """Of the two the worse counts, as it does without --upgrade."""
+    (results / "requirements.txt").write_text("toy-pkg==2.0\ntoy-pkg==1.0\n")
+    _, said = run(capsys, results / "requirements.txt", "--results", results, "--upgrade", "toy-pkg==3.0")
+    assert "✓ fixes pack50" in said
+    done, said = run(capsys, results / "requirements.txt", "--results", results, "--upgrade", "toy-pkg==2.0")
+    assert done == 1 and "✗ keeps pack50" in said
+
+
 LOCKS = {
     "uv.lock": 'version = 1\n[[package]]\nname = "toy-pkg"\nversion = "2.0"\nsource = { registry = "https://x" }\n',
     "pylock.toml": 'lock-version = "1.0"\n[[packages]]\nname = "toy-pkg"\nversion = "2.0"\n',

@@ -198,6 +198,7 @@ def test_what_is_written_has_all_that_it_uses(name, tmp_path):
         (["megatron_core"], "give --pack pack20, pack36"),
         (["liger_kernel==0.8.5", "--pack", "pack20"], "give --pack pack32"),
         (["liger-kernel==0.8.5", "--minutes", "0"], "is not a duration"),
+        (["liger-kernel==0.8.5", "--minutes", "inf"], "is not a duration"),
     ],
 )
 def test_mistakes_are_said_in_a_sentence(capsys, words, said):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:
 
 def call(options: argparse.Namespace, extra: list[str]) -> int:
     out = report.console()
-    if not options.minutes > 0:
+    if not 0 < options.minutes < math.inf:
         raise UserError(f"--minutes {options.minutes:g} is not a duration: give a number greater than 0.")
     folder = common.given(options.output) if options.output else common.called_from() / "hunted"
     there = next(each for each in (folder, *folder.parents) if each.exists())

@@ -219,7 +219,7 @@ def compared(rows: Sequence[Row], recorded: History) -> Iterator[Text]:
     known: dict[Cell, list[Seen]] = {}
     for seen in recorded.runs:
         known.setdefault(seen.cell, []).append(seen)
-    agree, unknown = 0, []
+    agree, earlier, unknown = 0, 0, []
     for row in ran:
         cell = row.cell
         words = {seen.word: seen for seen in known.get(cell, [])}
@@ -227,11 +227,13 @@ def compared(rows: Sequence[Row], recorded: History) -> Iterator[Text]:
             unknown.append(f"{cell.version} {cell.side}")
         elif (word := said(row.verdict, cell.side) if _is_own(row) else "not run") in words:
             agree += 1
+            earlier += all(seen.stale for seen in known[cell] if seen.word == word)
         else:
             was = "; ".join(f"{seen.word} on {seen.machine}, {seen.started[:10]}" for seen in words.values())
             yield Text(f"≠ {cell.version} {cell.side}: {word}, and recorded is {was}", "yellow")
     if ran:
-        yield Text(f"{agree} of {len(ran)} sides as recorded in results/; --record keeps these runs there.", "dim")
+        old = f" ({earlier} with an earlier script)" if earlier else ""
+        yield Text(f"{agree} of {len(ran)} sides as recorded in results/{old}; --record keeps these runs there.", "dim")
     if unknown:
         yield Text(f"No record of {', '.join(unknown)}.", "dim")
 

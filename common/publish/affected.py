@@ -167,9 +167,15 @@ class Upgrade:
     unknown: list[Finding]
 
 
-def upgrade(index: list[Entry], versions: Mapping[str, str], wanted: Mapping[str, str]) -> Upgrade:
-    """``wanted`` may name packages that are not installed yet."""
-    before = {f.pack: f for f in findings(index, {n: v for n, v in versions.items() if n in wanted})}
+def upgrade(
+    index: list[Entry],
+    versions: Mapping[str, str],
+    wanted: Mapping[str, str],
+    several: Mapping[str, Sequence[str]] | None = None,
+) -> Upgrade:
+    """``wanted`` may name packages that are not installed yet; ``several`` as in `findings`."""
+    more = {n: each for n, each in (several or {}).items() if n in wanted}
+    before = {f.pack: f for f in findings(index, {n: v for n, v in versions.items() if n in wanted}, several=more)}
     after = findings(index, wanted)
     was = {name for name, f in before.items() if f.status == "affected"}
     return Upgrade(

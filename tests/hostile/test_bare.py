@@ -7,6 +7,8 @@ import sys
 import pytest
 from helpers import ROOT
 
+pytestmark = pytest.mark.hostile
+
 
 def without(module, *arguments, env=None):
     """``python -m common …`` where ``module`` cannot be imported."""

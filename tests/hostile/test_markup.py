@@ -17,6 +17,8 @@ from common.scrub import md, plain
 from common.store import history
 from common.store.grade import grade
 
+pytestmark = pytest.mark.hostile
+
 PACK = find("pack09")
 EVIL = [
     "![x](https://evil.example/x.png)",

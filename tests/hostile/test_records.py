@@ -21,6 +21,8 @@ from common.run import pool, regress, runner
 from common.store import audit, history, receipt
 from common.store.grade import grade
 
+pytestmark = pytest.mark.hostile
+
 PACK = find("pack09")
 VARIANT = next(iter(find("pack04").variants.values()))
 

@@ -10,6 +10,8 @@ from common.errors import UserError
 from common.store import receipt
 from common.store.grade import grade
 
+pytestmark = pytest.mark.hostile
+
 CONTROL, TRIGGER = FACTS["checks"][:2]
 RIGHT = judged(TRIGGER, error=1e-7)
 NOT_NUMBERS = ["NaN", "Infinity", "-Infinity", "null", "1e999"]
