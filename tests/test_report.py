@@ -82,13 +82,7 @@ def test_what_an_earlier_script_showed_is_told_apart():
     pack = next(each for each in PACKS if each.name == "pack09")
     rows = list(rows_of(pack))
     seen = [run for run in history.load(RESULTS, [pack]).runs if run.cell in {row.cell for row in rows}]
-    last = {
-        stale: [str(line) for line in report.compared(rows, history.History(runs=[replace(run, stale=stale) for run in seen]))][
-            -1
-        ]
-        for stale in (False, True)
-    }
-    assert last[False].startswith(f"{len(rows)} of {len(rows)} sides as recorded in results/;")
-    assert last[True].startswith(
-        f"{len(rows)} of {len(rows)} sides as recorded in results/ ({len(rows)} with an earlier script);"
-    )
+    for stale, told in ((False, ";"), (True, f" ({len(rows)} with an earlier script);")):
+        recorded = history.History(runs=[replace(run, stale=stale) for run in seen])
+        *_, last = map(str, report.compared(rows, recorded))
+        assert last.startswith(f"{len(rows)} of {len(rows)} sides as recorded in results/{told}")

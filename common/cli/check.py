@@ -63,7 +63,7 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
         raise UserError(f"--{options.form} is about what is installed: with --upgrade there are text and --json.")
     found = _stack(options, there)
     findings = affected.findings(index, found.versions, found.open, found.several)
-    change = affected.upgrade(index, found.versions, wanted, found.several) if wanted else None
+    change = affected.upgrade(index, findings, wanted) if wanted else None
     told = Report(stack=found, findings=findings, upgrade=change)
     bad = bool(told.upgrade.brought or told.upgrade.kept) if told.upgrade else bool(told.having("affected"))
     if options.form:

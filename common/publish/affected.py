@@ -167,19 +167,12 @@ class Upgrade:
     unknown: list[Finding]
 
 
-def upgrade(
-    index: list[Entry],
-    versions: Mapping[str, str],
-    wanted: Mapping[str, str],
-    several: Mapping[str, Sequence[str]] | None = None,
-) -> Upgrade:
-    """``wanted`` may name packages that are not installed yet; ``several`` as in `findings`."""
-    more = {n: each for n, each in (several or {}).items() if n in wanted}
-    before = {f.pack: f for f in findings(index, {n: v for n, v in versions.items() if n in wanted}, several=more)}
+def upgrade(index: list[Entry], before: Iterable[Finding], wanted: Mapping[str, str]) -> Upgrade:
+    """``before`` are the `findings` of today; ``wanted`` may name packages that are not installed yet."""
     after = findings(index, wanted)
-    was = {name for name, f in before.items() if f.status == "affected"}
+    was = {f.pack: f for f in before if f.status == "affected"}
     return Upgrade(
-        fixed=[before[f.pack] for f in after if f.pack in was and f.status == "unaffected"],
+        fixed=[was[f.pack] for f in after if f.pack in was and f.status == "unaffected"],
         brought=[f for f in after if f.status == "affected" and f.pack not in was],
         kept=[f for f in after if f.status == "affected" and f.pack in was],
         unknown=[f for f in after if f.status == "unknown"],
