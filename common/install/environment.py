@@ -433,8 +433,7 @@ def base(requires: Sequence[str], cache_dir: Path) -> Path:
         (place / STAMP).unlink(missing_ok=True)
         _venv(place)
         if requires:
-            # Runs write no byte code (what lies in a release's folder has to be what it installed), so it is made here, once.
-            arguments = ["pip", "install", "--python", str(_python(place)), "--compile-bytecode", *requires]
+            arguments = ["pip", "install", "--python", str(_python(place)), *requires]
             done = _uv([*arguments, "--no-build"], builds=False)
             if done.returncode > 0:  # Some are sdists, perhaps.
                 done = _uv(arguments, builds=True)
@@ -443,6 +442,21 @@ def base(requires: Sequence[str], cache_dir: Path) -> Path:
                     f"The base layer ({', '.join(requires)}) cannot be installed: {_short(_why(done))} "
                     "Without a network, use an environment that has these and run 'python -m common run PACK --here'."
                 )
+            # Runs write no byte code (what lies in a release's folder has to be what it installed), so it is made here, once;
+            # not of the libraries' own tests, a quarter of their files. Some files are for newer Pythons: that is no failure.
+            compiles = [
+                str(_python(place)),
+                "-m",
+                "compileall",
+                "-q",
+                "-q",
+                "-j",
+                "0",
+                "-x",
+                r"site-packages[\\/].+[\\/]tests[\\/]",
+            ]
+            compiles += [str(_site(place))]
+            subprocess.run(compiles, stdout=subprocess.DEVNULL, check=False)
         _share(place, cache_dir / "bases" / "shared")
         write_atomically(place / STAMP, json.dumps({"requires": list(requires), "files": _files(place)}))
     return place
