@@ -9,9 +9,9 @@ import pytest
 
 from common.dev import mutants
 from common.errors import UserError
-from common.files import ROOT
 from common.packs import reportblock
 from common.packs.pack import all_packs, find, load
+from common.publish import mutants as pages
 from common.run import overlay
 from common.transforms import Transform, load_fix
 
@@ -98,20 +98,30 @@ def test_a_mutant_that_is_not_noticed_is_a_survivor(tmp_path, monkeypatch):
     assert [(o.kind, o.killed) for o in found] == [("dropped", True), ("wrong fix", False)]
     only = mutants.run([load(folder)], jobs=1, done=lambda outcome: None, only="by chance")
     assert [(o.name, o.killed) for o in only] == [("right by chance", False)]
-    text = mutants.table(found, {})
-    assert "| pack00 | 1 of 1 killed | – | 0 of 1 killed | – |" in text
+    today = {"pack00": "aaaaaaaa", "pack09": "bbbbbbbb", "pack38": "cccccccc"}
+    text = pages.page(found, {}, "", today)
+    assert "| pack00 | `aaaaaaaa` | 1 of 1 killed | – | 0 of 1 killed | – |" in text
     assert "pack00, wrong fix, right by chance: ABSENT" in text
     # Another pack's line stays, and its own is replaced.
-    other = mutants.Outcome(pack="pack09", kind="dropped", name="x", killed=False, saw="ABSENT")
-    both = mutants.table([other], {}, text)
+    other = pages.Outcome(pack="pack09", kind="dropped", name="x", killed=False, saw="ABSENT")
+    both = pages.page([other], {}, text, today)
     assert text.splitlines()[7] in both and "- pack00, wrong fix, right by chance: ABSENT\n- pack09, dropped, x: ABSENT" in both
-    assert mutants.table(found, {}, both) == both
-    # What has more mutants today than when it was run is named, as is what was never run.
-    today = {"pack00": [1, 0, 1, 0], "pack09": [2, 0, 0, 0], "pack38": [1, 0, 0, 0]}
-    assert "Not run as a whole with the mutants of today: pack09, pack38.\n" in mutants.table(found, {}, both, today)
+    assert pages.page(found, {}, both, today) == both
+    # What was never run is named, as is what was run with other scripts.
+    assert "Not run as a whole with the scripts and mutants of today: pack38.\n" in both
+    changed = pages.page([], {}, both, {**today, "pack09": "dddddddd"})
+    assert "Not run as a whole with the scripts and mutants of today: pack09, pack38.\n" in changed
+    assert "| pack09 | `bbbbbbbb` |" in changed
 
 
-def test_the_page_says_which_packs_have_other_mutants_today():
-    page = (ROOT / "docs" / "mutants.md").read_text(encoding="utf-8")
-    today = {pack.name: mutants.counted(pack) for pack in all_packs() if (pack.folder / "mutants.toml").is_file()}
-    assert mutants.table([], {}, page, today) == page
+def test_any_change_of_what_decides_changes_the_digest(tmp_path):
+    folder = tmp_path / find("pack09").folder.name
+    shutil.copytree(find("pack09").folder, folder)
+    before = pages.digests([load(folder)])["pack09"]
+    assert before == pages.digests([find("pack09")])["pack09"]
+    for name in ("repro.py", "fix.py", "validate.py", "mutants.toml"):
+        text = (folder / name).read_text()
+        (folder / name).write_text(f"{text.rstrip()}  # changed\n")
+        assert pages.digests([load(folder)])["pack09"] != before, name
+        (folder / name).write_text(text)
+    assert pages.digests([load(folder)])["pack09"] == before

@@ -12,6 +12,7 @@ from common.cli import common, report
 from common.errors import UserError
 from common.files import ROOT, write_atomically
 from common.packs.pack import find
+from common.publish import mutants as pages
 
 HELP = "break every fix and blunt every trigger: each mutant must be noticed"
 DESCRIPTION = """Run each pack with a transform of its fix left out, with each output of the fixed code poisoned (NaN, zeros, sign, a
@@ -39,8 +40,9 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
         raise UserError(f"No mutant's name holds {options.only!r}." if options.only else "None of these packs has mutants.")
     out.print(f"{count} mutants of {len(chosen)} pack(s); what their releases share is installed first.", markup=False)
     ended = 0
+    today = pages.digests(common.packs(out))
 
-    def done(outcome: mutants.Outcome) -> None:
+    def done(outcome: pages.Outcome) -> None:
         nonlocal ended
         ended += 1
         word = Text("✓ ", "green") if outcome.killed else Text("✗ ", "bold red")
@@ -53,9 +55,9 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     out.print(f"{len(found)} mutants, {len(survived)} survived.")
     if options.only:
         return common.SURPRISE if survived else common.OK
-    page = ROOT / "docs" / "mutants.md"
+    path = ROOT / "docs" / "mutants.md"
     left_out = {pack.name: mutants.left_out(mutants.of(pack)[0]) for pack in chosen}
-    today = {pack.name: mutants.counted(pack) for pack in common.packs(out) if (pack.folder / "mutants.toml").is_file()}
-    write_atomically(page, mutants.table(found, left_out, page.read_text("utf-8") if page.is_file() else "", today))
+    before = path.read_text("utf-8") if path.is_file() else ""
+    write_atomically(path, pages.page(found, left_out, before, today))
     out.print("written: docs/mutants.md", markup=False)
     return common.SURPRISE if survived else common.OK

@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from common.files import CACHE
 from common.install import environment, lanes, sources
 from common.install.releases import Release, choose
 from common.packs.pack import Pack, load
+from common.publish.mutants import Outcome
 from common.run import plan as plans
 from common.run import runner
 from common.run.plan import Plan, Row
@@ -93,15 +94,6 @@ class Mutant:
     make: Callable[[Path], None]
     raises: bool = False
     at: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    pack: str
-    kind: str
-    name: str
-    killed: bool
-    saw: str
 
 
 def of(pack: Pack, only: str = "") -> tuple[Mutants, list[Mutant]]:
@@ -320,58 +312,3 @@ def _noticed(row: Row, mutant: Mutant) -> bool:
         or verdict.outcome in ("REPRODUCED", "CHANGED")
         or (mutant.kind == "blunted" and (verdict.outcome == "ABSENT" or verdict.reason.startswith(NOT_RIGHT)))
     )
-
-
-KINDS = ("dropped", "poisoned", "wrong fix", "blunted")
-
-
-def counted(pack: Pack) -> list[int]:
-    """How many mutants of each kind a pack has today, as a row of the page counts them."""
-    of_kind = [mutant.kind for mutant in of(pack)[1] if mutant.side]
-    return [of_kind.count(kind) for kind in KINDS]
-
-
-def table(
-    found: Sequence[Outcome],
-    left_out: dict[str, dict[str, str]],
-    before: str = "",
-    today: Mapping[str, Sequence[int]] | None = None,
-) -> str:
-    """docs/mutants.md. Packs of which ``found`` has nothing keep what ``before``, the page as it was, says of them.
-
-    ``today`` says of each pack how many mutants of each kind it has now: a row of other numbers is an old one.
-    """
-    ran = {outcome.pack for outcome in found}
-    kept = [line for line in before.splitlines() if (told := re.match(r"(?:\| |- )(pack\d\d)\b", line)) and told[1] not in ran]
-    counts = [outcome for outcome in found if not outcome.name.endswith(": same")]
-    rows = [line for line in kept if line.startswith("|")]
-    for pack in ran:
-        cells = []
-        for kind in KINDS:
-            mine = [outcome for outcome in counts if (outcome.pack, outcome.kind) == (pack, kind)]
-            cells.append(f"{sum(outcome.killed for outcome in mine)} of {len(mine)} killed" if mine else "–")
-        why = "; ".join(f"`{name}`: {reason}" for name, reason in left_out.get(pack, {}).items()) or "–"
-        rows.append(f"| {pack} | {' | '.join(cells)} | {why} |")
-    ran_of = {
-        row[2:8]: [int(n[1]) if (n := re.search(r"of (\d+)", cell)) else 0 for cell in row.split(" | ")[1:5]] for row in rows
-    }
-    old = sorted(name for name, numbers in (today or {}).items() if ran_of.get(name) != list(numbers))
-    survivors = [line for line in kept if line.startswith("-")]
-    survivors += [f"- {o.pack}, {o.kind}, {o.name}: {o.saw}" for o in found if not o.killed]
-    lines = [
-        "# Mutants",
-        "",
-        "Fixes broken and triggers blunted, by `nox -s mutants -- PACK`, which writes a row of this page: each mutant has to turn its side",
-        "red. A row is of the day that it was run, and scripts may have changed since. In front of the poisons of each output stands a",
-        "wrapper that changes nothing and has to stay green; it is not counted.",
-        "",
-        f"| pack | {' | '.join(KINDS)} | left out, and why |",
-        f"|---|{'---|' * (len(KINDS) + 1)}",
-        *sorted(rows),
-        "",
-        *([f"Not run as a whole with the mutants of today: {', '.join(old)}.", ""] if old else ()),
-        "## Survivors",
-        "",
-        *(sorted(survivors) or ["None."]),
-    ]
-    return "\n".join(lines) + "\n"

@@ -1,5 +1,5 @@
 """The generated files in git: the tables of README.md and docs/contract.md between their marks, results/README.md, results/timeline.json,
-docs/schemas/, the badges and the blocks of each script. Lint checks that they are up to date.
+which packs' mutants are of today in docs/mutants.md, docs/schemas/, the badges and the blocks of each script. Lint checks that they are up to date.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from common.files import PACKS, ROOT, write_atomically
 from common.packs import reportblock
 from common.packs.pack import Pack, all_packs
-from common.publish import contract, pins, timeline
+from common.publish import contract, mutants, pins, timeline
 from common.store import history, receipt
 from common.store.cell import order
 from common.store.grade import strength
@@ -34,6 +34,9 @@ def update(*, check: bool = False, root: Path = ROOT, packs: Path = PACKS) -> li
         **{root / name: _filled(root / name, mark, text) for name, (mark, text) in between.items() if (root / name).is_file()},
         **of_results(results, found, stored),
     }
+    page = root / "docs" / "mutants.md"
+    if page.is_file():
+        wanted[page] = mutants.page([], {}, page.read_text(encoding="utf-8"), mutants.digests(found))
     for name, kind in (("receipt", receipt.Receipt), ("timeline", timeline.Timeline)):
         wanted[root / "docs" / "schemas" / f"{name}.json"] = json.dumps(msgspec.json.schema(kind), indent=2) + "\n"
     wanted |= reportblock.written(sorted([*packs.glob("*/*.py"), *(root / "docs" / "example").glob("*/*.py")]))

@@ -52,7 +52,6 @@ def product(T, tile, given):
 
 def sums(T, tile):
     """Out [64] fp32: the sums over each of 64 tokens' 16 numbers, bf16, which lie as ``tile`` says."""
-    zeros = (0,) * (len(tile) - 1)
     at = (lambda x, c, j: x[c, j]) if len(tile) == 2 else (lambda x, c, j: x[c, j // 4, j % 4])
 
     @T.prim_func
@@ -61,7 +60,7 @@ def sums(T, tile):
             x = T.alloc_shared(tile, "bfloat16")
             out = T.alloc_fragment((16,), "float32")
             for i in T.Pipelined(4, num_stages=2):
-                T.copy(X[(i * 16, *zeros)], x)
+                T.copy(X[(i * 16, *[0] * (len(tile) - 1))], x)
                 for c in T.Parallel(16):
                     out[c] = 0.0
                     for j in T.serial(16):
@@ -90,7 +89,8 @@ def main():
     found = FACTS["metrics"]["forms"] = {form: outcome(form) for form in (*FORMS, *QK_DOT)}
     for form, what in found.items():
         check("control" if form in ("2-D", "qk_dot, 2-D") else "trigger", f"{form} compiles: {what}", what.startswith("ok"))
-    known = all(re.search(r"^ok|InputDim\(\) == 2|stride % 8 == 0|fall back to normal copy", what) for what in found.values())
+    broken = [what for what in found.values() if not what.startswith("ok")]
+    known = bool(broken) and all(re.search(r"InputDim\(\) == 2|stride % 8 == 0|fall back to normal copy", e) for e in broken)
     check("signature", "what does not compile stops at the rank of a TMA copy", known)
     finish()
 
