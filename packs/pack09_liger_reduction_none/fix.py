@@ -26,10 +26,15 @@ def _allocate(match: re.Match[str]) -> str:
 
 
 def _save(match: re.Match[str]) -> str:
-    """In forward, keep the inputs instead of gradients: detached, so that ``weight.data = other`` cannot change them later."""
+    """In forward, keep the inputs instead of gradients: detached, so that ``weight.data = other`` cannot change them later.
+
+    Autograd saves no tensor that was made under inference_mode: a copy of it is none.
+    """
     return f"""        ctx.options = options if reduction == "none" else None
         if reduction == "none":
-            ctx.save_for_backward(*(t if t is None else t.detach() for t in ({", ".join(TENSORS)})))
+            ctx.save_for_backward(*(
+                t if t is None else t.clone() if t.is_inference() else t.detach() for t in ({", ".join(TENSORS)})
+            ))
         else:
 {_indented(match[0])}"""
 

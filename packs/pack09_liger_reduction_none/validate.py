@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from repro import FACTS, check, device, eager, error, finish, liger, release, run
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import TensorWeakRef
 
 # A power of two: with another V the release's own softcap is wrong up to 0.8.3. repro.py has V = 200.
 B, S, H, V = 1, 7, 16, 64  # three chunks of two tokens and one of one
@@ -23,8 +25,8 @@ NO_PART = "accum_dtype", "return_z_loss", "return_token_accuracy", "return_predi
 
 
 def wrappers():
-    """Liger's Module and functional, as functions of input, weight, labels, bias and options, and what options they take; none where
-    they do not import without transformers.
+    """Liger's Module and functional, as functions of input, weight, labels, bias and options, and their parameters; none where they
+    do not import without transformers.
     """
     try:
         layer = importlib.import_module("liger_kernel.transformers.fused_linear_cross_entropy").LigerFusedLinearCrossEntropyLoss
@@ -69,6 +71,7 @@ WEIGHTS = {
     "of stride 0": torch.randn(1, device=device).expand(B * S),
     "negative": -torch.rand(B * S, device=device),
     "zero but one": torch.eye(B * S, device=device)[3],
+    "of 1e-9": 1e-9 * torch.randn(B * S, device=device),
 }
 DENSE = WEIGHTS["dense"]
 CLASSES = torch.rand(V, device=device) + 0.5
@@ -179,7 +182,7 @@ def each_option():
         given = {"lse_square_scale": 1e-3, name: value} if name else {}
         labels = y if name == "ignore_index" else IGNORED["some"]
         few, name, full = (x[:4], w, b), name or "plain", []  # in four chunks
-        choices = (1, 1, 1), (0, 1, 1), *(((1, 0, 1), (0, 0, 0), (1, 1), (0, 1)) if name == "plain" else ())
+        choices = (1, 1, 1), (0, 1, 1), (1, 0, 1), *(((0, 0, 0), (1, 1), (0, 1)) if name == "plain" else ())
         for reduction, needs in itertools.product(("mean", "sum"), choices):
             n = len(needs)
             before, after = (outcome(f, few[:n], labels[:4], needs, reduction=reduction, **given) for f in (RELEASED, FIXED))
@@ -190,6 +193,10 @@ def each_option():
             check("control", f"{reduction} is the release's, byte for byte: {name}, trained {needs}", kept)
         before, after = (outcome(f, few, labels[:4], reduction="none", **given) for f in (RELEASED, FIXED))
         check("control", f"outputs of none are the release's, byte for byte: {name}", same(before[:-3], after[:-3]))
+        for needs in choices[1:3]:
+            some = outcome(FIXED, few, labels[:4], needs, reduction="none", **given)
+            kept = same(some, [*after[:-3], *(g if n else None for g, n in zip(after[-3:], needs, strict=True))])
+            check("trigger", f"none of what is trained is what it is when all is: {name}, trained {needs}", kept)
         summed = outcome(RELEASED, few, labels[:4], reduction="sum", **given)
         found = error(after[-3:], [t.double() for t in summed[-3:]]) if len(after) > 3 else None
         check("trigger", f"weights of 1 give the gradients of sum: {name}", error=found, limit=LIMIT)
@@ -223,18 +230,31 @@ def sizes_and_strides():
     compare("V=40,000", (x[:, :8], torch.randn(40_000, 8, device=device) / 8**0.5), 7_777 * (y % 6))
 
 
+def parts(out):
+    """The tensors of what a wrapper returns, and what kind of thing it is."""
+    return [out] if torch.is_tensor(out) else [type(out).__name__, *(vars(out).values() if hasattr(out, "__dict__") else out)]
+
+
 def through_the_wrappers():
-    """Liger's Module and functional hand on every option."""
+    """Liger's Module and functional have the release's parameters and defaults, and hand on every option."""
     known = {"ignore_index": int(y[3]), "ce_weight": CLASSES, "lse_square_scale": 1e-3, "label_smoothing": 0.1, "softcap": 3.0}
     known |= {"return_z_loss": False, "use_token_scaling": True, "accum_dtype": torch.float64}
     for wrapper, (function, options) in wrappers().items():
+        before, theirs = WRAPPERS[wrapper]
+        kept = [(p.name, p.default) for p in options.values()][: len(theirs)] == [(p.name, p.default) for p in theirs.values()]
+        check("control", f"parameters of {wrapper} are the release's, and their defaults", kept)
+        extra = {name: True for name in ("return_z_loss", "return_token_accuracy", "return_predicted_tokens") if name in theirs}
+        for reduction in ("mean", "none"):
+            given = {"reduction": reduction, "lse_square_scale": 1e-3, **extra}
+            each = [parts(f(x[:4], w, y[:4], None, **given)) for f in (before, function)]
+            check("control", f"all outputs of {reduction} by {wrapper} are the release's, byte for byte", same(*each))
         for name in ("reduction", *(name for name in known if name in options)):
             if name == "softcap" and device != "cuda":
                 continue
             given = {name: known[name]} if name in known else {}
             labels = (y if name == "ignore_index" else IGNORED["some"])[:4]
             few = x[:4], w, b
-            each = [run(f, few, labels, reduction="mean", **given) for f in (WRAPPERS[wrapper][0], function)]
+            each = [run(f, few, labels, reduction="mean", **given) for f in (before, function)]
             check("control", f"mean by {wrapper} is the release's, byte for byte: {name}", same(*each))
             each = [run(f, few, labels, DENSE[:4], reduction="none", **given) for f in (liger, function)]
             check("trigger", f"none by {wrapper} is that of the function, byte for byte: {name}", same(*each))
@@ -249,10 +269,11 @@ def half_precision():
             want = run(eager, exact, y, DENSE, reduction="none", **theirs)
             found = error(run(liger, half, y, DENSE, reduction="none", **mine), want)
             check("trigger", f"{dtype}: at most four times as far off as the release's sum{name}", found <= 4 * off)
-        before, after = (outcome(f, half, y, reduction="none") for f in (RELEASED, FIXED))
-        want = run(eager, exact, y, reduction="none")[:1]
-        kept = same(before[:-3], after[:-3]) or (len(after) > 1 and error(after[:1], want) <= error(before[:1], want))
-        check("control", f"{dtype}: outputs of none are the release's, byte for byte, or nearer to fp64", kept)
+        for name, mine, theirs in (("", None, {}), (", fp32 class weights", CLASSES, {"weight": CLASSES.double()})):
+            before, after = (outcome(f, half, y, reduction="none", ce_weight=mine) for f in (RELEASED, FIXED))
+            want = run(eager, exact, y, reduction="none", **theirs)[:1]
+            kept = same(before[:-3], after[:-3]) or (len(after) > 1 and error(after[:1], want) <= error(before[:1], want))
+            check("control", f"{dtype}: outputs of none are the release's, byte for byte, or nearer to fp64{name}", kept)
         unchanged(f"{dtype}", half, y)
     leaves = x.bfloat16().requires_grad_(), w.clone().requires_grad_()
 
@@ -281,48 +302,81 @@ def half_precision():
 
 
 def what_is_trained():
-    """One row for each choice; backward runs twice over one graph, which adds the gradients up."""
+    """One row for each choice; backward runs again over one graph, with other weights, which adds the gradients up."""
     for needs in itertools.product((True, False), repeat=3):
         got = [t.detach().clone().requires_grad_(n) for t, n in zip((x, w, b), needs, strict=True)]
         want = [t.detach().double().requires_grad_(n) for t, n in zip((x, w, b), needs, strict=True)]
+        scales = [torch.full_like(DENSE, 0.5), torch.full_like(DENSE, 3.0)] if all(needs) else []
+        scales += [DENSE, -2 * DENSE.flip(0)] if any(needs) else []
         losses = []
-        for function, (leaf, weight, bias), scale in ((liger, got, DENSE), (eager, want, DENSE.double())):
+        for function, (leaf, weight, bias) in ((liger, got), (eager, want)):
             loss = function(leaf, weight, y, bias, reduction="none")
-            for again in (True, False) if any(needs) else ():
-                loss.backward(scale, retain_graph=again)
+            for i, scale in enumerate(scales, 1):
+                loss.backward(scale.to(loss.dtype), retain_graph=i < len(scales))
             losses.append(loss.detach())
         pairs = [tuple(losses), *((g.grad, w.grad) for g, w, n in zip(got, want, needs, strict=True) if n)]
-        found = error(*zip(*pairs, strict=True)) if all(g is not None for g, _ in pairs) else None
+        kept = all(g is not None for g, _ in pairs) and [t.requires_grad for t in got] == list(needs)
         trained = " ".join(name for name, n in zip(("input", "weight", "bias"), needs, strict=True) if n) or "nothing"
-        check("trigger", f"trained: {trained}; two backwards over one graph", error=found, limit=LIMIT)
+        found = error(*zip(*pairs, strict=True)) if kept else None
+        check("trigger", f"trained: {trained}; several backwards over one graph", error=found, limit=LIMIT)
     trained = outcome(RELEASED, (x, w, b), y, reduction="none")[:-3]
     for mode in (torch.no_grad, torch.inference_mode):  # 0.6.3 - 0.7.0 raise there where there is a bias
         with mode():
             found = outcome(FIXED, (x, w, b), y, (0, 0, 0), reduction="none")[:-3]
         check("control", f"{mode.__name__}: outputs of none are those in training, byte for byte", same(trained, found))
+    leaves = [t.clone().requires_grad_() for t in (x, w, b)]
+    want = run(eager, [t.double() for t in (x, w, b)], y, DENSE, reduction="none")[1:]
+    found = torch.autograd.grad(liger(leaves[0], leaves[1], y, leaves[2], reduction="none"), leaves, DENSE, create_graph=True)
+    check("trigger", "create_graph: the same gradients", error=error(found, want), limit=LIMIT)
+
+    def in_a_checkpoint(x, w, y, b, **given):
+        return checkpoint(liger, x, w, y, b, use_reentrant=False, **given)
+
+    found = run(in_a_checkpoint, (x, w, b), y, DENSE, reduction="none")[1:]
+    check("trigger", "in a checkpoint: the same gradients", error=error(found, want), limit=LIMIT)
+    with torch.inference_mode():
+        labels, classes = y.clone(), CLASSES.clone()
+    unchanged("labels and class weights made under inference_mode", (x[:4], w), labels[:4], ce_weight=classes)
+    try:
+        compare(
+            "labels and class weights made under inference_mode: their gradients, or a refusal",
+            (x, w),
+            labels,
+            ce_weight=classes,
+        )
+    except RuntimeError as raised:  # the definition asks for no gradient of them, either
+        check("trigger", f"labels and class weights made under inference_mode: {raised}", "saved for backward" in str(raised))
+
+
+def changed_before_backward(function, name, scale, reduction):
+    """Gradients of what is trained where an argument is swapped or written to between forward and backward, or a refusal's word."""
+    leaves = [t.clone().requires_grad_() for t in (x, w, b)]
+    names = "input", "weight", "bias", "labels", "class weights"
+    given = dict(zip(names, (*leaves, y.clone(), CLASSES.clone()), strict=True))
+    with using(function):
+        loss = liger(*leaves[:2], given["labels"], leaves[2], reduction=reduction, ce_weight=given["class weights"])
+        with torch.no_grad():
+            if name == "weight swapped":
+                leaves[1].data = torch.zeros_like(w)
+            else:
+                given[name.removesuffix(" changed in place")].zero_()
+        try:
+            loss.backward(scale)
+        except RuntimeError as raised:
+            return ["refused" if "modified by an inplace operation" in str(raised) else str(raised)]
+    return [leaf.grad for leaf in leaves]
 
 
 def between_forward_and_backward():
     """What is swapped or changed there (pipeline stages do) is not the loss's; a loss may be changed, and others come between."""
     want = run(eager, [t.double() for t in (x, w, b)], y, DENSE, reduction="none", weight=CLASSES.double())[1:]
-    for name in ("swapped", "input", "weight", "bias", "labels", "class weights"):
-        leaves = [t.clone().requires_grad_() for t in (x, w, b)]
-        given = dict(
-            zip(("input", "weight", "bias", "labels", "class weights"), (*leaves, y.clone(), CLASSES.clone()), strict=True)
-        )
-        loss = liger(leaves[0], leaves[1], given["labels"], leaves[2], reduction="none", ce_weight=given["class weights"])
-        with torch.no_grad():
-            if name == "swapped":
-                leaves[1].data = torch.zeros_like(w)
-            else:
-                given[name].zero_()
-        try:
-            loss.backward(DENSE)
-            found = error([leaf.grad for leaf in leaves], want)
-        except RuntimeError as raised:
-            found = 0.0 if name != "swapped" and "modified by an inplace operation" in str(raised) else None
-        what = "weight swapped" if name == "swapped" else f"{name} changed in place"
-        check("trigger", f"{what} before backward: the loss's own gradients, or a refusal", error=found, limit=LIMIT)
+    places = "input", "weight", "bias", "labels", "class weights"
+    for name in ("weight swapped", *(f"{place} changed in place" for place in places)):
+        found = changed_before_backward(FIXED, name, DENSE, "none")
+        off = error(found, want) if len(found) == 3 else 0.0 if found == ["refused"] and name != "weight swapped" else None
+        check("trigger", f"{name} before backward: the loss's own gradients, or a refusal", error=off, limit=LIMIT)
+        each = [changed_before_backward(f, name, torch.ones((), device=device), "mean") for f in (RELEASED, FIXED)]
+        check("control", f"mean is the release's, byte for byte: {name} before backward", same(*each))
     leaves = [t.clone().requires_grad_() for t in (x, w)]
     loss = liger(*leaves, y, reduction="none")
     loss *= DENSE
@@ -359,16 +413,38 @@ def held(function, reduction):
 
 
 class Cost(TorchDispatchMode):
-    """Elements of the largest tensor that an operation gives, and the number of matrix products."""
+    """Matrix products; bytes of the largest tensor that an operation gives, and of all of them that are alive at a matrix product."""
 
-    elements = products = 0
+    products = largest = peak = 0
+
+    def __init__(self):
+        super().__init__()
+        self.given = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        self.products += str(function).split(".")[1].rstrip("_") in ("mm", "addmm", "bmm", "baddbmm")
-        if torch.is_tensor(out):
-            self.elements = max(self.elements, out.numel())
+        if torch.is_tensor(out) and out.dtype != torch.uint8:  # bytes are the interpreter's own copies
+            self.largest = max(self.largest, out.numel() * out.element_size())
+            self.given.append(TensorWeakRef(out))
+        if str(function).split(".")[1].rstrip("_") in ("mm", "addmm", "bmm", "baddbmm"):
+            self.products += 1
+            gc.collect()  # the interpreter leaves cycles
+            alive = [tensor.untyped_storage() for each in self.given if (tensor := each()) is not None]
+            self.peak = max(self.peak, sum({each.data_ptr(): each.nbytes() for each in alive}.values()))
         return out
+
+
+def cost(function, reduction, needs):
+    """What a call costs whose logits are larger than its weight: 20 tokens in ten chunks, bf16."""
+    tensors = tokens[:20, :4].bfloat16(), w[:, :4].bfloat16()
+    gc.collect()
+    gc.freeze()  # what is there already need not be looked through at each product
+    try:
+        with Cost() as found:
+            outcome(function, tensors, spread[:20], needs, reduction=reduction)
+    finally:
+        gc.unfreeze()
+    return found
 
 
 def memory_and_cost():
@@ -377,35 +453,40 @@ def memory_and_cost():
     run(liger, (x, w, b), y, DENSE, reduction="none")
     check("trigger", "no tensor is left after a backward", alive() <= before)
     check("trigger", "the state of the random numbers is as before", torch.equal(state, torch.get_rng_state()))
+    leaves = [t.clone().requires_grad_() for t in (x, w, b)]
+    loss = liger(leaves[0], leaves[1], y, leaves[2], reduction="none")
+    loss.backward(DENSE)
+    grads = [leaf.grad for leaf in leaves]  # from here on Python knows them
+    kept = alive() - before - sum(t.nbytes for t in (*leaves, *grads))
+    check("trigger", "after a backward the loss keeps nothing but itself", kept <= loss.nbytes)
+    del leaves, loss, grads
     before = alive()
     with torch.no_grad():
         liger(x.clone(), w.clone(), y, b, reduction="none")
     liger(x.clone().requires_grad_(), w.clone().requires_grad_(), y, b, reduction="none")
     check("trigger", "no tensor is left of an evaluation, nor of a loss that is dropped", alive() <= before)
-    kept, own = held(FIXED, "none"), held(RELEASED, "sum")
-    check("trigger", f"until its backward the loss holds {kept} bytes, and the release's sum {own}", kept <= own + 8 * MANY)
-    cost = {}
-    for name, function, reduction in (
-        ("as released", RELEASED, "sum"),
-        ("none", FIXED, "none"),
-        ("sum", FIXED, "sum"),
-        ("mean", FIXED, "mean"),
-    ):
-        with Cost() as cost[name]:
-            outcome(function, (tokens[:20], w), spread[:20], reduction=reduction)
-    own = cost.pop("as released")
-    for name, each in cost.items():
-        what = f"the largest tensor has {each.elements} elements, and that of the release's sum {own.elements}"
-        check("trigger", f"20 tokens, {name}: {what}", each.elements <= own.elements)
-        what = f"{each.products} matrix products, at most twice the {own.products} of the release's sum"
-        check("trigger", f"20 tokens, {name}: {what}", 0 < each.products <= 2 * own.products)
+    own = held(RELEASED, "sum")
+    for reduction in ("none", "sum", "mean"):
+        kept = held(FIXED, reduction)
+        more = 8 * MANY if reduction == "none" else 0
+        check("trigger", f"until its backward {reduction} holds {kept} bytes, and the release's sum {own}", kept <= own + more)
+    for trained, needs in (("all", (1, 1)), ("the input", (1, 0))):
+        own = cost(RELEASED, "sum", needs)
+        for reduction in ("none", "sum", "mean"):
+            found = cost(FIXED, reduction, needs)
+            what = f"{found.products} matrix products, at most twice the {own.products} of the release's sum"
+            check("trigger", f"{reduction}, trained {trained}: {what}", 0 < found.products <= 2 * own.products)
+            what = f"the largest tensor has {found.largest} bytes, and that of the release's sum {own.largest}"
+            check("trigger", f"{reduction}, trained {trained}: {what}", found.largest <= own.largest)
+            what = f"{found.peak} bytes at a time, and the release's sum {own.peak}"
+            check("trigger", f"{reduction}, trained {trained}: {what}", found.peak <= own.peak + 8 * 20)
 
 
 def main():
     callers = [x, w, b, CLASSES, *IGNORED.values(), *WEIGHTS.values()]
     as_they_were = [t.clone() for t in callers]
-    kept = list(inspect.signature(FIXED.forward).parameters)[: len(TAKES)]
-    check("control", "arguments stand in the release's order", kept == TAKES)
+    before, after = ([(p.name, p.default) for p in inspect.signature(f.forward).parameters.values()] for f in (RELEASED, FIXED))
+    check("control", "arguments stand in the release's order, and have its defaults", after[: len(before)] == before)
     options_together()
     each_option()
     weights_and_labels()
