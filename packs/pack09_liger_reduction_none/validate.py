@@ -246,7 +246,7 @@ def through_the_wrappers():
         extra = {name: True for name in ("return_z_loss", "return_token_accuracy", "return_predicted_tokens") if name in theirs}
         for reduction in ("mean", "none"):
             given = {"reduction": reduction, "lse_square_scale": 1e-3, **extra}
-            each = [parts(f(x[:4], w, y[:4], None, **given)) for f in (before, function)]
+            each = [parts(f(x[:4].clone().requires_grad_(), w, y[:4], None, **given)) for f in (before, function)]
             check("control", f"all outputs of {reduction} by {wrapper} are the release's, byte for byte", same(*each))
         for name in ("reduction", *(name for name in known if name in options)):
             if name == "softcap" and device != "cuda":
