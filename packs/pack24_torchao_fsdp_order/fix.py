@@ -3,11 +3,11 @@
 from common.transforms import insert_before
 
 _LOAD = """\
-    def _load_from_state_dict(self, state_dict, prefix, *rest):
+    def _load_from_state_dict(self, state_dict, prefix, *rest, **named):
         \"\"\"With ``assign=True`` the weight of the checkpoint takes the place of the one that gathers FP8.\"\"\"
         before = getattr(self.weight, "_local_tensor", self.weight)
         trained = self.weight.requires_grad
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+        super()._load_from_state_dict(state_dict, prefix, *rest, **named)
         weight = getattr(self.weight, "_local_tensor", self.weight)
         if not isinstance(before, WeightWithDynamicFloat8CastTensor) or isinstance(weight, type(before)):
             return

@@ -90,6 +90,19 @@ def cases():
         {"ok": len(model.load_state_dict(first, strict=False, assign=True).missing_keys) == 3},
     )
     yield "the first layer alone", step(model, alone)
+    model, parts = sharded(converted(layers())), checkpoint(layers())
+    before = list(model.parameters())
+    model.load_state_dict(first, strict=False, assign=True)
+    kept = [one is other for one, other in zip(before, model.parameters(), strict=True)]
+    yield "a weight that the checkpoint lacks stays the parameter that it was", {"ok": all(kept[1:])}
+    for name, model, weights in (
+        ("whole", converted(layers()), layers().state_dict()),
+        ("sharded", sharded(converted(layers())), parts),
+    ):
+        before = list(model.parameters())
+        model.load_state_dict(weights)
+        kept = [one is other for one, other in zip(before, model.parameters(), strict=True)]
+        yield f"a copy into {name} weights leaves the parameters that an optimizer has", {"ok": all(kept)}
     yield "a missing weight is refused", {"ok": refuses(first)}
     yield (
         "a weight of another shape is refused",
@@ -164,6 +177,24 @@ def cases():
     sharded(model).load_state_dict(checkpoint(layers()), assign=True)
     gc.collect()
     yield "whole weights from before are given up", {"ok": not any(each() is not None for each in before)}
+    model = sharded(converted(layers()))
+    step(model, alone)
+    before = [weakref.ref(plain_of(parameter)) for parameter in model.parameters()]
+    model.load_state_dict(checkpoint(layers()), assign=True)
+    step(model, alone)
+    gc.collect()
+    yield "shards from before are given up", {"ok": not any(each() is not None for each in before)}
+    part = converted(layers())[0]
+    part._load_from_state_dict(
+        {"weight": 8 * part.weight.detach()},
+        "",
+        local_metadata={},
+        strict=True,
+        missing_keys=[],
+        unexpected_keys=[],
+        error_msgs=[],
+    )
+    yield "arguments by name, as nn.Module takes them", {"ok": torch.equal(plain_of(part.weight), 8 * layers()[0].weight)}
     yield "loaded before it is sharded", step(early(), alone)
     part, trains = step(early(1), alone), [p.requires_grad for p in early(1).parameters()]
     yield (
