@@ -167,7 +167,8 @@ def test_a_base_that_lost_files_is_made_again(tmp_path, monkeypatch):
     environment._COMPARED.clear()
     assert environment.base(["tqdm"], tmp_path) == place
     assert len(made) == 1
-    (environment._site(place) / "tqdm" / "__pycache__").mkdir()
+    (environment._site(place) / "tqdm" / "__pycache__").mkdir(exist_ok=True)
+    (environment._site(place) / "tqdm" / "__pycache__" / "more.cpython-311.pyc").write_bytes(b"1")
     environment._COMPARED.clear()
     assert environment.has_base(["tqdm"], tmp_path), "byte code is no part of it"
     (environment._site(place) / "tqdm" / "__init__.py").unlink()

@@ -444,18 +444,8 @@ def base(requires: Sequence[str], cache_dir: Path) -> Path:
                 )
             # Runs write no byte code (what lies in a release's folder has to be what it installed), so it is made here, once;
             # not of the libraries' own tests, a quarter of their files. Some files are for newer Pythons: that is no failure.
-            compiles = [
-                str(_python(place)),
-                "-m",
-                "compileall",
-                "-q",
-                "-q",
-                "-j",
-                "0",
-                "-x",
-                r"site-packages[\\/].+[\\/]tests[\\/]",
-            ]
-            compiles += [str(_site(place))]
+            skipped = r"site-packages[\\/].+[\\/]tests[\\/]"
+            compiles = [sys.executable, "-m", "compileall", "-qq", "-j0", "-x", skipped, str(_site(place))]
             subprocess.run(compiles, stdout=subprocess.DEVNULL, check=False)
         _share(place, cache_dir / "bases" / "shared")
         write_atomically(place / STAMP, json.dumps({"requires": list(requires), "files": _files(place)}))
