@@ -9,6 +9,7 @@ import pytest
 
 from common.dev import mutants
 from common.errors import UserError
+from common.files import ROOT
 from common.packs import reportblock
 from common.packs.pack import all_packs, find, load
 from common.publish import mutants as pages
@@ -112,6 +113,11 @@ def test_a_mutant_that_is_not_noticed_is_a_survivor(tmp_path, monkeypatch):
     changed = pages.page([], {}, both, {**today, "pack09": "dddddddd"})
     assert "Not run as a whole with the scripts and mutants of today: pack09, pack38.\n" in changed
     assert "| pack09 | `bbbbbbbb` |" in changed
+
+
+def test_the_page_says_which_packs_have_other_scripts_or_mutants_today():
+    page = (ROOT / "docs" / "mutants.md").read_text(encoding="utf-8")
+    assert pages.page([], {}, page, pages.digests(all_packs())) == page
 
 
 def test_any_change_of_what_decides_changes_the_digest(tmp_path):
