@@ -8,11 +8,14 @@ import subprocess
 import pytest
 from helpers import ROOT, installed
 
-from common.cli import main
+from common import files
+from common.cli import main, report
 from common.packs import reportblock
 from common.packs.pack import all_packs, find
 from common.publish import contract
+from common.run.plan import Row
 from common.store import history
+from common.store.grade import grade
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +58,47 @@ def test_the_rows_are_alike_in_each_implementation(columns):
     rows = contract.rows(list(columns.values()))
     for column in columns.values():
         assert set(column.rows) == set(rows)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kind"),
+    [
+        ({"mean": True, "sum": True}, {"mean": True, "sum": False}, "regressed"),
+        ({"mean": False, "sum": True}, {"mean": True, "sum": False}, "regressed"),
+        ({"mean": False}, {"mean": True}, "fixed"),
+        ({"mean": True}, {"mean": None}, None),  # it was not asked
+        ({"mean": None}, {"mean": False}, None),
+        ({}, {"mean": False}, None),
+        ({"mean": True}, {}, None),
+    ],
+)
+def test_a_row_that_turns_is_a_change(before, after, kind):
+    assert history.turned(before, after) == kind
+
+
+def test_a_run_is_compared_with_its_record_row_by_row():
+    runs = {
+        seen.version: seen
+        for seen in history.load(files.RESULTS, [find("pack32")]).runs
+        if seen.side == "unpatched" and seen.machine == "linux-x86_64-cpu" and seen.outcome == "MEASURED"
+    }
+    older, newer = runs["0.8.4"], runs["0.8.5"]
+    assert newer.shown.startswith("MEASURED, wrong in: ")
+    assert history.turned(older.rows, newer.rows) == "fixed"
+    verdict = grade(older.log())
+    row = Row(
+        cell=newer.cell,
+        verdict=verdict,
+        expected="MEASURED",
+        why="",
+        seconds=1.0,
+        receipt=older.path,
+        ran=True,
+        environment=None,
+        message="",
+    )
+    told = list(map(str, report.compared([row], history.History(runs=[newer]))))
+    assert told[0].startswith(f"≠ 0.8.5 unpatched: {older.shown}, and recorded is {newer.shown} on ")
 
 
 def test_the_command(capsys, tmp_path):

@@ -31,7 +31,7 @@ from common.run.plan import Failure, Row
 from common.scrub import plain
 from common.store.cell import Cell
 from common.store.grade import Verdict
-from common.store.history import History, Seen, said
+from common.store.history import History, Seen, said, shown
 
 #: The colour of an outcome; red is for what is not as expected, never for a bug that was to be seen.
 STYLE = {
@@ -222,14 +222,14 @@ def compared(rows: Sequence[Row], recorded: History) -> Iterator[Text]:
     agree, earlier, unknown = 0, 0, []
     for row in ran:
         cell = row.cell
-        words = {seen.word: seen for seen in known.get(cell, [])}
+        words = {seen.shown: seen for seen in known.get(cell, [])}
         if not words:
             unknown.append(f"{cell.version} {cell.side}")
-        elif (word := said(row.verdict, cell.side) if _is_own(row) else "not run") in words:
+        elif (word := shown(row.verdict, cell.side) if _is_own(row) else "not run") in words:
             agree += 1
-            earlier += all(seen.stale for seen in known[cell] if seen.word == word)
+            earlier += all(seen.stale for seen in known[cell] if seen.shown == word)
         else:
-            was = "; ".join(f"{seen.word} on {seen.machine}, {seen.started[:10]}" for seen in words.values())
+            was = "; ".join(f"{seen.shown} on {seen.machine}, {seen.started[:10]}" for seen in words.values())
             yield Text(f"≠ {cell.version} {cell.side}: {word}, and recorded is {was}", "yellow")
     if ran:
         old = f" ({earlier} with an earlier script)" if earlier else ""

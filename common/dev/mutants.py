@@ -30,6 +30,7 @@ from common.run import plan as plans
 from common.run import runner
 from common.run.plan import Plan, Row
 from common.run.pool import ended
+from common.store import history
 from common.store.grade import NOT_RIGHT
 from common.transforms import Fix, Transform, load_fix
 
@@ -276,6 +277,8 @@ def _run(plan: Plan, release: Release, unpatched: Row, mutant: Mutant, stop: thr
     row = rows[0] if mutant.side == "unpatched" else rows[1]
     saw = re.sub(r"\s+", " ", str(row.verdict))
     killed = row.as_expected if mutant.side is None else _noticed(row, mutant)
+    if mutant.side == "unpatched" and history.turned(*(history.rows(each.verdict.metrics) for each in (unpatched, row))):
+        killed, saw = True, "other rows of the contract than the release's"
     if row.verdict.outcome in NOTHING and not killed and mutant.side is not None:
         saw = f"shows nothing, for it did not run to its end ({saw})"
     return Outcome(pack=plan.pack.name, kind=mutant.kind, name=mutant.name, killed=killed, saw=saw)

@@ -207,6 +207,7 @@ class Was(Struct, frozen=True, forbid_unknown_fields=True):
     outcome: str
     word: str
     version: str
+    rows: dict[str, bool | None] = {}
 
 
 class Journal(Struct, forbid_unknown_fields=True):
@@ -343,7 +344,9 @@ class _Before:
                 continue  # not there yet, or it follows from the other side, which is told
             if was is None:
                 was = self._neighbour(seen, after)
-            kind = history.change(seen.side, was.outcome, seen.outcome) if was else None
+            kind = (
+                (history.change(seen.side, was.outcome, seen.outcome) or history.turned(was.rows, seen.rows)) if was else None
+            )
             if was and kind:
                 yield history.changed(kind, seen, before=was.word, before_version=was.version)
 
@@ -363,7 +366,7 @@ class _Before:
 
 
 def _was(seen: Seen | None) -> Was | None:
-    return Was(seen.outcome, seen.word, seen.version) if seen else None
+    return Was(seen.outcome, seen.shown, seen.version, seen.rows) if seen else None
 
 
 def _on(machine: str, stored: History) -> dict[Cell, Seen]:
@@ -386,7 +389,7 @@ def _confirmed(changes: Sequence[Change], first: Sequence[Row], work: Work, pool
             for row in rows:
                 if row.cell in wanted and row.receipt is not None:
                     document = receipt.read(row.receipt)
-                    word = history.said(row.verdict, row.cell.side)
+                    word = history.shown(row.verdict, row.cell.side)
                     runs.setdefault(row.cell, []).append((document, receipt.read_log(row.receipt, document), word))
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -18,7 +18,7 @@ from common.install.machine import architectures
 from common.scrub import Scrubber, plain
 from common.store import receipt
 from common.store.grade import Disagreement, grade, split
-from common.store.history import said
+from common.store.history import shown
 from common.store.receipt import Receipt
 
 #: A home folder that Scrubber leaves, for it is also a name inside of containers.
@@ -84,7 +84,7 @@ def _other_runs(path: Path, document: Receipt) -> Iterator[str]:
     words = []
     for run in runs:
         text = receipt.read_log(path, document, run.log)
-        words.append(said(grade(text), facts.side))
+        words.append(shown(grade(text), facts.side))
         with suppress(Disagreement):
             if any(split(text)[0].get(name) != getattr(facts, name) for name in ("pack", "dist", "version", "side")):
                 yield f"the log {run.log.name} of one of its runs is of another cell"

@@ -71,6 +71,15 @@ class Seen:
         word = said(self.verdict, self.side)
         return f"{word} (flaky: {self.agree} of {self.runs} runs)" if self.flaky else word
 
+    @property
+    def rows(self) -> dict[str, bool | None]:
+        return rows(self.verdict.metrics)
+
+    @property
+    def shown(self) -> str:
+        """Its word, and which rows of the contract are wrong."""
+        return _with_rows(self.word, self.rows)
+
     def document(self) -> Receipt:
         return receipt.read(self.path)
 
@@ -86,6 +95,21 @@ def said(verdict: Verdict, side: str) -> str:
         "NOTHING_TO_FIX": "NOTHING_TO_FIX: the controls still hold",
     }
     return words.get(verdict.outcome) or str(verdict)
+
+
+def rows(metrics: Mapping[str, Any]) -> dict[str, bool | None]:
+    """The rows of the contract of the loss among what a script measured: right, wrong, or None where nothing was asked; docs/contract.md."""
+    return {row: told["ok"] for row, told in metrics.items() if isinstance(told, dict) and {"ok", "saw"} <= told.keys()}
+
+
+def shown(verdict: Verdict, side: str) -> str:
+    """`said`, and which rows of the contract are wrong."""
+    return _with_rows(said(verdict, side), rows(verdict.metrics))
+
+
+def _with_rows(word: str, rows: Mapping[str, bool | None]) -> str:
+    wrong = sorted(row for row, ok in rows.items() if ok is False)
+    return f"{word}, wrong in: {'; '.join(wrong)}" if wrong else word
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +184,7 @@ def _seen(path: Path, document: Receipt, pack: Pack, freshness: _Freshness) -> S
             limit=facts.limit,
             control_error=facts.control_error,
             claims=tuple(facts.claims),
+            metrics={row: facts.metrics[row] for row in rows(facts.metrics)},
         ),
         stopped=facts.stopped,
         started=facts.started,
@@ -273,6 +298,12 @@ def change(side: str, before: str, after: str) -> str | None:
     return "broken" if before in told else None
 
 
+def turned(before: Mapping[str, bool | None], after: Mapping[str, bool | None]) -> str | None:
+    """The kind of change between the rows of two runs, None where none went from right to wrong or back."""
+    turns = {ok for row, ok in after.items() if None not in (ok, before.get(row)) and ok != before[row]}
+    return "regressed" if False in turns else "fixed" if turns else None
+
+
 def changed(kind: str, seen: Seen, *, before: str, before_version: str) -> Change:
     """The change to what ``seen`` shows."""
     return Change(
@@ -280,7 +311,7 @@ def changed(kind: str, seen: Seen, *, before: str, before_version: str) -> Chang
         cell=seen.cell,
         before=before,
         before_version=before_version,
-        after=seen.word,
+        after=seen.shown,
         evidence=seen.evidence,
         machine=seen.machine,
     )
