@@ -51,7 +51,7 @@ def results(tmp_path):
     packs = [
         entry("pack50", "toy-pkg", [release(*each) for each in first]),
         entry("pack51", "toy-pkg", second),
-        entry("pack52", "other", [release("1.0", "ABSENT", runs=3, agree=2)]),
+        entry("pack52", "other", [release("1.0", "ABSENT", runs=3, agree=2)], nightly="other_nightly"),
         entry("pack53", "toy-pkg", [release("2.0", "REPRODUCED")], kind="refactor"),
     ]
     (tmp_path / "timeline.json").write_text(json.dumps({"schema": 1, "packs": packs}))
@@ -81,6 +81,14 @@ def test_each_verdict(results, capsys, version, pack50, pack51, code):
         assert (found["pack50"]["newer"], found["pack50"]["older"], found["pack50"]["cured"]) == ("3.0", "1.0", True)
     if version == "2.0+cu126":
         assert found["pack50"]["why"] == "a local build of 2.0, which was run"
+
+
+def test_of_a_nightly_build_nothing_is_known(results, capsys):
+    (results / "asked").write_text("other-nightly==1.1.dev20261101\n")
+    code, said = run(capsys, results / "asked", "--results", results)
+    assert code == 0
+    assert "? other 1.1.dev20261101, pack52: other_nightly is not what was run: other's releases are" in said
+    assert "0 known bugs, 1 not known" in said
 
 
 def test_runs_that_differ_are_not_known(results):

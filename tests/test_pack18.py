@@ -21,9 +21,11 @@ def test_pack18_is_off_by_what_its_table_says():
     assert {seen.outcome for (_, side), seen in runs.items() if side == "patched"} == {"ABSENT"}
     readme = (find("pack18").folder / "README.md").read_text()
     shown = dict(re.findall(r"^\| (.+) \| off by ([\d.]+) \| right \|$", readme, re.MULTILINE))
-    words = {"of the loss times 0.5, then of 0.5": "backward of 0.5 × loss, then of 0.5 × loss"}
-    words |= {"of the loss times 0.5, then of 1": "backward of 0.5 × loss, then of the loss"}
-    words |= {"grad of half of it for x, then for w": "`autograd.grad` of 0.5 × loss for x, then for w"}
+    words = {
+        "times 0.5, 0.5": "backward of 0.5 × loss, then of 0.5 × loss",
+        "times 0.5, 1": "backward of 0.5 × loss, then of the loss",
+    }
+    words |= {"each by autograd.grad": "`autograd.grad` of 0.5 × loss for x, then for w"}
     off = re.findall(r"^trigger +FAIL +(.+?)  (\S+) \(limit", runs["0.8.5", "unpatched"].log(), re.MULTILINE)
     assert len(off) == 2 * len(shown) == 6
     for name, error in off:

@@ -75,7 +75,7 @@ def findings(
     several: Mapping[str, Sequence[str]] | None = None,
 ) -> list[Finding]:
     """One for each pack about a package that is installed, or wanted in no one version (``open_``: name -> what is asked for) or in
-    more than one (``several``).
+    more than one (``several``); of one whose nightly build is installed nothing is known.
     """
     found, entries = [], list(index)
     for entry in entries:
@@ -88,6 +88,10 @@ def findings(
             found.append(replace(worst, why=f"{worst.why}; {why}" if worst.why else why))
         elif open_ and name in open_:
             found.append(_told(entry, open_[name], "unknown", "which version is not said", None))
+        if entry.nightly and (version := versions.get(canonicalize_name(entry.nightly))):
+            found.append(
+                _told(entry, version, "unknown", f"{entry.nightly} is not what was run: {entry.package}'s releases are", None)
+            )
     found = [replace(f, newer_has=_wrong(entries, f, f.newer), older_has=_wrong(entries, f, f.older)) for f in found]
     return sorted(found, key=lambda f: (f.package, f.pack))
 

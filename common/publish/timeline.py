@@ -160,7 +160,7 @@ class Bad(Struct):
     versions: tuple[str, ...]
 
 
-class Entry(Struct):
+class Entry(Struct, omit_defaults=True):
     """A pack on a package. Stretches and releases are in order, the oldest first."""
 
     pack: Annotated[str, Meta(pattern="^pack[0-9]{2}$")]
@@ -174,6 +174,7 @@ class Entry(Struct):
     fixed: dict[str, str]
     bad: list[Bad]
     releases: list[Release]
+    nightly: Annotated[str, Meta(description="name on PyPI of the package's nightly builds")] = ""
 
 
 class Timeline(Struct, forbid_unknown_fields=True):
@@ -204,6 +205,7 @@ def document(packs: Sequence[Pack], stored: History) -> Timeline:
                     Release(version, [_run(seen) for seen in sides.get("unpatched", []) + sides.get("patched", [])])
                     for version, sides in history.releases(runs).items()
                 ],
+                nightly=pack.nightly or "" if package == pack.package else "",
             )
             found.append(entry)
     return Timeline(schema=1, packs=found)

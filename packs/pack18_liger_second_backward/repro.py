@@ -5,9 +5,8 @@
 """liger-kernel: a second backward through cross entropy gives gradients that are scaled twice.
 
 Both losses compute their gradients in the forward and keep them; the backward multiplies them by grad_output in place, in a Triton kernel that
-autograd does not see. Where the loss is scaled (weights of several losses, gradient accumulation, loss scaling) and the graph is used again, by
-retain_graph=True or torch.autograd.grad, the second result is off by that factor, in silence. No report was found.
-A correct release gives the right gradient, or a RuntimeError as torch does where a saved tensor was changed.
+autograd does not see. Where the loss is scaled and its graph is used again, by retain_graph=True or torch.autograd.grad, the second result is
+off by that factor, in silence. No report was found. Right is the gradient, or a RuntimeError as torch raises where a saved tensor was changed.
 Runs on a GPU, or without one on Triton's interpreter. Exits with 10 (BUG_REPRODUCED), 0 (BUG_ABSENT) or 125 (neither).
 """
 
@@ -25,6 +24,8 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 os.environ["TRITON_INTERPRET"] = "0" if device == "cuda" else "1"
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--shape", default=(16, 32, 200), type=lambda text: tuple(map(int, text.split(","))), metavar="BT,H,V")
+CASES = (0.5,), (1, 1), (1, 0.5), (0.5, 0.5), (0.5, 1), (0.5, "each by autograd.grad")  # factors of the loss
+RIGHT = CASES[:3]  # in every release: nothing is multiplied by a factor of 1, and nothing follows the first 0.5
 
 
 def release():
@@ -39,41 +40,27 @@ def release():
 def applied(function, **given):
     """autograd.Function.apply takes no keywords, and their order differs between releases."""
     known = {"ignore_index": -100, "lse_square_scale": 0.0, "label_smoothing": 0.0, "reduction": "mean", "return_z_loss": False}
-    given = known | given
     order = list(inspect.signature(function.forward).parameters.values())[1:]
-    out = function.apply(*(given.get(p.name, None if p.default is p.empty else p.default) for p in order))
+    out = function.apply(*((known | given).get(p.name, None if p.default is p.empty else p.default) for p in order))
     return out[0] if isinstance(out, tuple) else out
 
 
-def losses():
-    """Name -> the mean loss of x [BT, H], w [V, H] and labels y [BT]."""
-    cross_entropy, fused = release()
-
-    def plain(x, w, y, **given):
-        return applied(cross_entropy.LigerCrossEntropyFunction, _input=x @ w.t(), target=y, **given)
-
-    def linear(x, w, y, **given):
-        return applied(
-            fused.LigerFusedLinearCrossEntropyFunction,
-            _input=x,
-            **dict.fromkeys(("weight", "linear"), w),
-            target=y,
-            **given,
-        )
-
-    return {"LigerCrossEntropyFunction": plain, "LigerFusedLinearCrossEntropyFunction": linear}
+def losses(y):
+    """Name -> the release's mean loss of x [BT, H] and w [V, H] for labels y [BT]."""
+    plain, fused = release()
+    plain, fused = plain.LigerCrossEntropyFunction, fused.LigerFusedLinearCrossEntropyFunction
+    return {
+        plain.__name__: lambda x, w: applied(plain, _input=x @ w.t(), target=y),
+        fused.__name__: lambda x, w: applied(fused, _input=x, weight=w, linear=w, target=y),
+    }
 
 
-def eager(x, w, y, **given):
-    return F.cross_entropy(x @ w.t(), y, **given)
-
-
-def backwards(loss, tensors, y, scales, apart=False, **given):
-    """dx and dw that one graph gives for the loss times each of ``scales``; ``apart`` asks for each by torch.autograd.grad. Or the error."""
+def backwards(loss, tensors, scales):
+    """dx and dw that one graph gives; or the error."""
     leaves = [t.detach().clone().requires_grad_() for t in tensors]
-    out = loss(*leaves, y, **given)
+    out = loss(*leaves)
     try:
-        if apart:
+        if scales == CASES[-1]:
             return [torch.autograd.grad(scales[0] * out, leaf, retain_graph=True)[0] for leaf in leaves]
         for scale in scales:
             (scale * out).backward(retain_graph=True)
@@ -87,38 +74,23 @@ def error(got, want):
     return torch.stack([(g.double() - r).norm() / r.norm() for g, r in zip(got, want, strict=True)]).max().item()  # or NaN
 
 
-def main(options):
-    BT, H, V = options.shape
+def main(BT, H, V):
     torch.manual_seed(0)
-    tensors, y = (
-        [t.to(device) for t in (torch.randn(BT, H), torch.randn(V, H) / H**0.5)],
-        torch.randint(0, V, (BT,)).to(device),
-    )
-    # The first three are right in every release: a scale of 1 is not multiplied by, and nothing follows the 0.5.
-    cases = {
-        "0.5": (0.5,),
-        "1, then of 1": (1, 1),
-        "1, then of 0.5": (1, 0.5),
-        "0.5, then of 0.5": (0.5, 0.5),
-        "0.5, then of 1": (0.5, 1),
-    }
-    for (name, loss), (case, scales) in itertools.product(losses().items(), {**cases, "": (0.5, 0.5)}.items()):
-        want = backwards(eager, [t.double() for t in tensors], y, scales, not case)
-        got = backwards(loss, tensors, y, scales, not case)
-        said = f"{name}: " + (f"backward of the loss times {case}" if case else "autograd.grad of half of it for x, then for w")
-        once = case and 1 in (len(scales), scales[0])
+    tensors = [t.to(device) for t in (torch.randn(BT, H), torch.randn(V, H) / H**0.5)]
+    y = torch.randint(0, V, (BT,)).to(device)
+    for (name, loss), scales in itertools.product(losses(y).items(), CASES):
+        want = backwards(lambda x, w: F.cross_entropy(x @ w.t(), y), [t.double() for t in tensors], scales)
+        got = backwards(loss, tensors, scales)
+        said = f"{name}: backwards of the loss times {', '.join(map(str, scales))}"
+        role = "control" if scales in RIGHT else "trigger"
         if isinstance(got, str):
-            check("control" if once else "trigger", f"{said}: {got}", not once and "inplace operation" in got)
+            check(role, f"{said}: {got}", role == "trigger" and "inplace operation" in got)
             continue
-        check("control" if once else "trigger", said, error=error(got, want), limit=LIMIT)
-        if not once:
-            # The fused dx that was returned is the saved tensor itself, so that it changes, too.
-            twice = (
-                [(scales[0] + scales[0] * scales[1]) / sum(scales)] * 2
-                if case
-                else [scales[0] if "Fused" in name else 1.0, scales[0]]
-            )
-            as_known = error(got, [f * t for f, t in zip(twice, want, strict=True)]) <= LIMIT
+        check(role, said, error=error(got, want), limit=LIMIT)
+        if role == "trigger":
+            # The fused dx that autograd.grad gave is the saved tensor itself, so that it changes, too.
+            factors = [0.5 if "Fused" in name else 1.0, 0.5] if scales == CASES[-1] else [(1 + scales[1]) / sum(scales) / 2] * 2
+            as_known = error(got, [f * t for f, t in zip(factors, want, strict=True)]) <= LIMIT
             check("signature", f"{said}: what comes second is scaled by {scales[0]} once more", as_known)
     finish()
 
@@ -190,4 +162,4 @@ sys.excepthook, threading.excepthook = unexpected, in_a_thread
 # --- end of report/1 ---
 
 if __name__ == "__main__":
-    main(parser.parse_args())
+    main(*parser.parse_args().shape)

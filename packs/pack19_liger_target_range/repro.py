@@ -5,9 +5,8 @@
 """liger-kernel: fused linear cross entropy takes labels outside 0 … V-1, and computes with memory that is not the row's.
 
 A label of V (a tokenizer that grew, and an lm_head that did not) reads the next row's first logit, so that the loss is wrong. From 0.8.2 on its
-gradient is written there, too: into the next row, or past the end of the buffer. LigerCrossEntropyFunction asserts the range, and torch raises.
-A correct release refuses such a label. Each case runs in a process of its own, for it may die. No report was found.
-Runs on a GPU, or without one on Triton's interpreter. Exits with 10 (BUG_REPRODUCED), 0 (BUG_ABSENT) or 125 (neither).
+gradient is written there, too, or past the end of the buffer. Right is a refusal: LigerCrossEntropyFunction asserts the range, and torch raises.
+No report was found. Runs on a GPU, or without one on Triton's interpreter. Exits with 10 (BUG_REPRODUCED), 0 (BUG_ABSENT) or 125 (neither).
 """
 
 import argparse
@@ -25,15 +24,10 @@ os.environ["TRITON_INTERPRET"] = "0" if device == "cuda" else "1"
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--shape", default=(8, 16, 50), type=lambda text: tuple(map(int, text.split(","))), metavar="BT,H,V")
 parser.add_argument("--case", help=argparse.SUPPRESS)  # one label, in a process of its own
-
 #: Name -> row, label, ignore_index.
 RIGHT = {"all in range": (2, 0, -100), "-100, which is ignored": (2, -100, -100), "V, which is ignored": (2, "V", "V")}
-WRONG = {
-    "V": (2, "V", -100),
-    "V, in the last row": (-1, "V", -100),
-    "-100, where -1 is ignored": (2, -100, -1),
-    "a million times -V": (2, "far", -100),
-}
+WRONG = {"V": (2, "V", -100), "V, in the last row": (-1, "V", -100), "-100, where -1 is ignored": (2, -100, -1)}
+WRONG["a million times -V"] = (2, "far", -100)
 
 
 def release():
@@ -47,15 +41,13 @@ def release():
 def applied(function, **given):
     """autograd.Function.apply takes no keywords, and their order differs between releases."""
     known = {"ignore_index": -100, "lse_square_scale": 0.0, "label_smoothing": 0.0, "reduction": "mean", "return_z_loss": False}
-    given = known | given
     order = list(inspect.signature(function.forward).parameters.values())[1:]
-    out = function.apply(*(given.get(p.name, None if p.default is p.empty else p.default) for p in order))
+    out = function.apply(*((known | given).get(p.name, None if p.default is p.empty else p.default) for p in order))
     return out[0] if isinstance(out, tuple) else out
 
 
-def inputs(case, shape):
+def inputs(case, BT, H, V):
     """x [BT, H], w [V, H], labels y [BT], what is ignored, and the rows whose label is neither that nor in range."""
-    BT, H, V = shape
     torch.manual_seed(0)
     x, w, y = torch.randn(BT, H), torch.randn(V, H) / H**0.5, torch.randint(0, V, (BT,))
     row, label, ignore = (RIGHT | WRONG)[case]
@@ -65,24 +57,16 @@ def inputs(case, shape):
 
 def one(case, shape):
     """What the release makes of one label: how it ends, and how far off the gradient of the worst other row is."""
-    x, w, y, ignore, bad = inputs(case, shape)
+    x, w, y, ignore, bad = inputs(case, *shape)
     leaves = [t.detach().to(device).clone().requires_grad_() for t in (x, w)]
+    names = {"_input": leaves[0], "weight": leaves[1], "linear": leaves[1], "target": y.to(device).clone()}
     try:
-        loss = applied(
-            release(),
-            _input=leaves[0],
-            **dict.fromkeys(("weight", "linear"), leaves[1]),
-            target=y.to(device).clone(),
-            ignore_index=ignore,
-        )
-        loss.backward()
+        (loss := applied(release(), **names, ignore_index=ignore)).backward()
         loss = loss.item()
     except (AssertionError, IndexError, ValueError) as raised:
         return {"refused": f"{type(raised).__name__}: {raised}"}
-    except RuntimeError as raised:
-        # CUDA's message for any error tells how to get device-side assertions.
-        asserted = "device-side assert triggered" in str(raised)
-        return {"refused" if asserted else "failed": f"RuntimeError: {str(raised)[:99]}"}
+    except RuntimeError as raised:  # CUDA's message for any error tells how to get device-side assertions
+        return {"refused" if "device-side assert triggered" in str(raised) else "failed": f"RuntimeError: {str(raised)[:99]}"}
     kept = torch.where(bad, ignore, y).to(device)
     exact = [t.to(device).double().requires_grad_() for t in (x, w)]
     F.cross_entropy(exact[0] @ exact[1].t(), kept, ignore_index=ignore, reduction="sum").div((y != ignore).sum()).backward()
@@ -90,18 +74,15 @@ def one(case, shape):
     return {"loss": loss, "others": off.max().item()}
 
 
-def main(options):
+def main(shape):
     for case in RIGHT:
-        check("control", f"labels {case}: gradients", error=one(case, options.shape).get("others", math.inf), limit=LIMIT)
-    wrong = [inputs(case, options.shape)[-1].sum() == 1 for case in WRONG]
-    check("control", "labels of the other cases: one is neither in range nor ignored", all(wrong))
+        check("control", f"labels {case}: gradients", error=one(case, shape).get("others", math.inf), limit=LIMIT)
+    check("control", "one label of each other case is wrong", all(inputs(case, *shape)[-1].sum() == 1 for case in WRONG))
     command = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     runs = {case: subprocess.Popen([*sys.orig_argv, "--case", case], **command) for case in WRONG}
     for case, run in runs.items():
-        last = (run.communicate()[0].splitlines() or [""])[-1]
-        ended = (
-            json.loads(last) if run.returncode == 0 else {"died": last if run.returncode > 0 else f"signal {-run.returncode}"}
-        )
+        last, code = (run.communicate()[0].splitlines() or [""])[-1], run.returncode
+        ended = json.loads(last) if code == 0 else {"died": last if code > 0 else f"signal {-code}"}
         print(f"{case}: {ended}")
         check("trigger", f"a label of {case} is refused", "refused" in ended)
         if case == "V":
@@ -181,7 +162,4 @@ sys.excepthook, threading.excepthook = unexpected, in_a_thread
 
 if __name__ == "__main__":
     options = parser.parse_args()
-    if options.case:
-        print(json.dumps(one(options.case, options.shape)))
-    else:
-        main(options)
+    print(json.dumps(one(options.case, options.shape))) if options.case else main(options.shape)

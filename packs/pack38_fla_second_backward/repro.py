@@ -4,11 +4,9 @@
 # ///
 """fla-core: a second backward through its fused losses gives gradients that are scaled twice.
 
-fused_linear_cross_entropy_loss and fused_kl_div_loss compute their gradients in the forward and keep them; the backward multiplies them by
-grad_output in place, in a Triton kernel that autograd does not see. Where the loss is scaled (weights of several losses, gradient accumulation, loss
-scaling) and the graph is used again, by retain_graph=True or torch.autograd.grad, the second result is off by that factor, in silence. The
-same fault in liger-kernel, which the first was adapted from, is pack18. No report was found.
-A correct release gives the right gradient, or a RuntimeError as torch does where a saved tensor was changed.
+They compute their gradients in the forward and keep them; the backward multiplies them by grad_output in place, in a Triton kernel that autograd
+does not see. Where the loss is scaled and its graph is used again, by retain_graph=True or torch.autograd.grad, the second result is off by that
+factor, in silence. No report was found. Right is the gradient, or a RuntimeError as torch raises where a saved tensor was changed.
 Runs on a GPU, or without one on Triton's interpreter. Exits with 10 (BUG_REPRODUCED), 0 (BUG_ABSENT) or 125 (neither).
 """
 
@@ -26,54 +24,44 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 os.environ["TRITON_INTERPRET"] = "0" if device == "cuda" else "1"
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--shape", default=(16, 32, 200), type=lambda text: tuple(map(int, text.split(","))), metavar="BT,H,V")
-
-
-def on_a_cpu():
-    """What releases before 0.6.0 ask for beyond Triton's interpreter."""
-    import triton.language as tl
-    from triton.runtime.autotuner import Autotuner
-
-    torch.cpu.device = lambda _: contextlib.nullcontext()  # a context that chooses a device
-    Autotuner.do_bench = property(lambda self: lambda *_, **__: [0.0] * 3)  # times of configurations: the first is taken
-    # tl's own functions under other names, where the interpreter does not find them
-    for module in [module for name, module in sys.modules.items() if name.startswith("fla.")]:
-        for name in ("exp", "exp2", "log", "log2"):
-            if getattr(module, name, None) is getattr(tl, name):
-                setattr(module, name, lambda x, name=name: getattr(tl, name)(x))
+CASES = (0.5,), (1, 1), (1, 0.5), (0.5, 0.5), (0.5, 1), (0.5, "each by autograd.grad")  # factors of the loss
 
 
 def release():
     """The two functions under test; what was run, and on what, goes into the report."""
     import fla.modules  # noqa: F401
+    import triton
 
-    if device == "cpu":
-        on_a_cpu()
+    if device == "cpu":  # what releases before 0.6.0 ask for beyond Triton's interpreter
+        torch.cpu.device = contextlib.nullcontext
+        triton.runtime.autotuner.Autotuner.do_bench = property(lambda self: lambda *_, **__: [0.0] * 3)
+        for name, module in itertools.product(("exp", "exp2", "log", "log2"), list(sys.modules.values())):
+            if module.__name__.startswith("fla.") and getattr(module, name, None) is getattr(triton.language, name):
+                setattr(module, name, lambda x, name=name: getattr(triton.language, name)(x))
     linear, kl = (sys.modules[f"fla.modules.{name}"] for name in ("fused_linear_cross_entropy", "fused_kl_div"))
     FACTS.update(file=sys.modules[linear.fused_linear_cross_entropy_loss.__module__].__file__, version=version("fla-core"))
     FACTS["evidence"] = "device:sm_{}{}".format(*torch.cuda.get_device_capability()) if device == "cuda" else "interpreter"
     return linear.fused_linear_cross_entropy_loss, kl.fused_kl_div_loss
 
 
-def losses(y, teacher):
-    """Name -> the release's mean loss of x [BT, H] and w [V, H], and its definition. ``teacher`` is the KL divergence's own x and w."""
+def losses(y, *teacher):
+    """The release's mean loss of x [BT, H] and w [V, H], and its definition: for labels y [BT], and against the teacher's own x and w."""
     linear, kl = release()
 
     def divergence(x, w):
         student, other = (F.log_softmax(a @ b.t(), -1) for a, b in ((x, w), (t.to(x.dtype) for t in teacher)))
         return F.kl_div(student, other, log_target=True, reduction="batchmean")
 
-    return {
-        "fused_linear_cross_entropy_loss": (lambda x, w: linear(x, y, w), lambda x, w: F.cross_entropy(x @ w.t(), y)),
-        "fused_kl_div_loss": (lambda x, w: kl(x, teacher[0], w, teacher[1]), divergence),
-    }
+    yield linear.__name__, lambda x, w: linear(x, y, w), lambda x, w: F.cross_entropy(x @ w.t(), y)
+    yield kl.__name__, lambda x, w: kl(x, teacher[0], w, teacher[1]), divergence
 
 
-def backwards(loss, tensors, scales, apart=False):
-    """dx and dw that one graph gives for the loss times each of ``scales``; ``apart`` asks for each by torch.autograd.grad. Or the error."""
+def backwards(loss, tensors, scales):
+    """dx and dw that one graph gives; or the error."""
     leaves = [t.detach().clone().requires_grad_() for t in tensors]
     out = loss(*leaves)
     try:
-        if apart:
+        if scales == CASES[-1]:
             return [torch.autograd.grad(scales[0] * out, leaf, retain_graph=True)[0] for leaf in leaves]
         for scale in scales:
             (scale * out).backward(retain_graph=True)
@@ -87,31 +75,21 @@ def error(got, want):
     return torch.stack([(g.double() - r).norm() / r.norm() for g, r in zip(got, want, strict=True)]).max().item()  # or NaN
 
 
-def main(options):
-    BT, H, V = options.shape
+def main(BT, H, V):
     torch.manual_seed(0)
-    made = [
-        t.to(device) for t in (torch.randn(BT, H), torch.randn(V, H) / H**0.5, torch.randn(BT, H), torch.randn(V, H) / H**0.5)
-    ]
-    tensors, y = made[:2], torch.randint(0, V, (BT,)).to(device)
-    # The first three are right in every release: a scale of 1 is not multiplied by, and nothing follows the 0.5.
-    cases = [((0.5,), False), ((1, 1), False), ((1, 0.5), False), ((0.5, 0.5), False), ((0.5, 1), False), ((0.5,), True)]
-    for (name, (loss, definition)), (scales, apart) in itertools.product(losses(y, made[2:]).items(), cases):
-        want = backwards(definition, [t.double() for t in tensors], scales, apart)
-        got = backwards(loss, tensors, scales, apart)
-        said = f"{name}: " + (
-            "autograd.grad of half of it for x, then for w" if apart else f"backwards of the loss times {scales}"
-        )
-        role = "control" if not apart and 1 in (len(scales), scales[0]) else "trigger"
+    x, w, *teacher = [(torch.randn(n, H) / H**p).to(device) for n, p in ((BT, 0), (V, 0.5)) * 2]
+    y = torch.randint(0, V, (BT,)).to(device)
+    for (name, loss, definition), scales in itertools.product(losses(y, *teacher), CASES):
+        want, got = backwards(definition, [x.double(), w.double()], scales), backwards(loss, [x, w], scales)
+        said = f"{name}: backwards of the loss times {', '.join(map(str, scales))}"
+        role = "control" if scales in CASES[:3] else "trigger"  # nothing is multiplied by 1, and nothing follows the first 0.5
         if isinstance(got, str):
             check(role, f"{said}: {got}", role == "trigger" and "inplace operation" in got)
             continue
         check(role, said, error=error(got, want), limit=LIMIT)
-        if role == "trigger":
-            # The dx that was returned is the saved tensor itself, so that it changes, too.
-            factors = [0.5, 0.5] if apart else [(scales[0] + scales[0] * scales[1]) / sum(scales)] * 2
-            as_known = error(got, [f * t for f, t in zip(factors, want, strict=True)]) <= LIMIT
-            check("signature", f"{said}: what comes second is scaled by 0.5 once more", as_known)
+        if role == "trigger":  # the dx that was returned is the saved tensor itself, so that it changes, too
+            factor = 0.5 if scales == CASES[-1] else (1 + scales[1]) / sum(scales) / 2
+            check("signature", f"{said}: scaled by 0.5 once more", error(got, [factor * t for t in want]) <= LIMIT)
     finish()
 
 
@@ -182,4 +160,4 @@ sys.excepthook, threading.excepthook = unexpected, in_a_thread
 # --- end of report/1 ---
 
 if __name__ == "__main__":
-    main(parser.parse_args())
+    main(*parser.parse_args().shape)
