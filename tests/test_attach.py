@@ -147,6 +147,25 @@ def test_files_beside_the_text(tmp_path, store):
     assert (tmp_path / "attach" / "pack09" / "repro.py").read_text() == PACK.script.read_text()
 
 
+def test_of_many_checks_that_are_ok_and_of_warnings_alike_the_first_are_shown():
+    log = "\n".join(
+        [
+            *(f"[02:20:0{i}] a.cc:227: Warning: merging to granularity 8" for i in range(3)),
+            *(f"trigger   ok       case {i}" for i in range(20)),
+            "trigger   FAIL     case 20",
+            *(f"forgets 0.{i} a token" for i in range(3)),
+            "FIX_VALIDATED",
+        ]
+    )
+    shown = attach._readable(log).splitlines()
+    assert shown[:2] == [
+        "[02:20:00] a.cc:227: Warning: merging to granularity 8",
+        "… 2 more that say the same, see the attached log",
+    ]
+    assert shown[2:15] == [*(f"trigger   ok       case {i}" for i in range(12)), "… 8 more that are ok, see the attached log"]
+    assert shown[15:] == ["trigger   FAIL     case 20", *(f"forgets 0.{i} a token" for i in range(3)), "FIX_VALIDATED"]
+
+
 @pytest.mark.parametrize("size", [10, 100_000, 1_000_000])
 def test_it_fits_a_comment_whatever_the_logs_size(tmp_path, store, size):
     body = ["\x1b[31mline `` ` ``` </details> | x\x1b[0m"] * (size // 40)

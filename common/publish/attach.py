@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 import jinja2
@@ -32,6 +33,8 @@ from common.transforms import load_fix
 LIMIT = 65_536
 #: A script, and a diff, up to this many lines stand in the comment; longer ones are files beside it.
 INLINE, INLINE_DIFF = 40, 60
+#: Checks in a row that are ok: so many are shown.
+PASSED = 12
 #: What a pack's README has to say before it is filed, in words of its own.
 HEADINGS = ("Trigger", "Fix", "Scope claimed", "Scope NOT claimed")
 
@@ -254,8 +257,21 @@ def _levels(found: Range) -> dict[str, list[str]]:
 
 
 def _readable(log: str) -> str:
-    """What the script said, without the lines that are for programs."""
-    return "\n".join(line for line in log.splitlines() if not line.startswith('{"'))
+    """What the scripts said, without the lines that are for programs; of many checks that are ok, and of warnings alike, the first ones."""
+
+    def kind(line: str) -> str | None:
+        if re.match(r"(control|trigger) +ok ", line):
+            return "ok"
+        return re.sub(r"\d+", "", line) if "Warning" in line else None
+
+    shown: list[str] = []
+    for key, group in groupby((line for line in log.splitlines() if not line.startswith('{"')), kind):
+        lines = list(group)
+        kept = lines if key is None else lines[: PASSED if key == "ok" else 1]
+        shown += kept
+        if more := len(lines) - len(kept):
+            shown.append(f"… {more} more that {'are ok' if key == 'ok' else 'say the same'}, see the attached log")
+    return "\n".join(shown)
 
 
 def _linked(text: str, readme: str) -> str:

@@ -1,5 +1,6 @@
 """The same counts for Triton's ptxas; and where the release puts its cache, and what DG_JIT_USE_NVRTC does."""
 
+import argparse
 import os
 import tempfile
 from importlib.metadata import distribution
@@ -93,6 +94,6 @@ def main():
 
 
 if __name__ == "__main__":
-    repro.parser.parse_args()
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     repro.compiler, repro.nvcc = repro.release()
     main()
