@@ -446,8 +446,8 @@ def base(requires: Sequence[str], cache_dir: Path) -> Path:
             # not of the libraries' own tests, a quarter of their files. Some files are for newer Pythons: that is no failure.
             skipped = r"site-packages[\\/].+[\\/]tests[\\/]"
             compiles = [sys.executable, "-m", "compileall", "-qq", "-j0", "-x", skipped, str(_site(place))]
-            subprocess.run(compiles, stdout=subprocess.DEVNULL, check=False)
-        _share(place, cache_dir / "bases" / "shared")
+            with subprocess.Popen(compiles, stdout=subprocess.DEVNULL):
+                _share(place, cache_dir / "bases" / "shared")
         write_atomically(place / STAMP, json.dumps({"requires": list(requires), "files": _files(place)}))
     return place
 
@@ -460,7 +460,10 @@ def _share(place: Path, shared: Path) -> None:
     with writing(shared):
         shared.mkdir(parents=True, exist_ok=True)
     for path in _site(place).rglob("*"):
-        if path.is_symlink() or not path.is_file() or path.suffix == ".py" or path.stat().st_size < SHARED_BYTES:
+        # Byte code is being made meanwhile.
+        if path.suffix == ".py" or path.parent.name == "__pycache__" or path.is_symlink() or not path.is_file():
+            continue
+        if path.stat().st_size < SHARED_BYTES:
             continue
         first, link = shared / integrity.sha256(path), path.with_name(f"{path.name}.link")
         with contextlib.suppress(OSError):  # A file system without hard links: then each base has its own.

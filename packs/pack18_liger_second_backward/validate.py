@@ -1,15 +1,18 @@
 """The deep check of a fix of pack18: any sequence of scales, with every option, whatever is trained; gradients that were handed out stay what they were.
 
-Runs after repro.py on the patched side. A single backward has to stay what the release gives, bit for bit, and to take no more memory. A refusal by
-autograd is as good as a right gradient, as in repro.py, but not of all.
+Runs after repro.py on the patched side. A single forward and backward has to stay what the release gives, bit for bit, to make no more tensors and
+to keep no more. A refusal by autograd is as good as a right gradient, as in repro.py, but not of all.
 """
 
+import contextlib
+import gc
 import importlib.util
 import inspect
 import itertools
 from importlib.metadata import distribution
 
 import torch
+import torch.nn.functional as F
 from repro import applied, check, device, error, finish, release
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -49,20 +52,35 @@ class Graph:
 
     def __init__(self, function, tensors, needs, y, given):
         leaves = [t.detach().clone().requires_grad_(n) for t, n in zip(tensors, needs, strict=True)]
-        if len(tensors) == 1:
-            loss = applied(function, _input=leaves[0] * 1, target=y, **given)
-        else:
-            names = dict.fromkeys(("weight", "linear"), leaves[1]) | ({"bias": leaves[2]} if len(leaves) > 2 else {})
-            loss = applied(function, _input=leaves[0], target=y, **names, **given)
+        given = dict(given)
+        slice_, self.cast = given.pop("slice", 0), given.pop("autocast", False)
+        names = dict.fromkeys(("weight", "linear"), leaves[1]) if len(leaves) > 1 else {}
+        names |= {"bias": leaves[2]} if len(leaves) > 2 else {}
+        x = leaves[0] if names else F.pad(leaves[0], (0, slice_))[:, :V] if slice_ else leaves[0] * 1
+        with self.casting():
+            loss = applied(function, _input=x, target=y, **names, **given)
         self.unweighted, self.leaves = loss, [leaf for leaf in leaves if leaf.requires_grad]
         self.loss = (loss * torch.linspace(-1, 2, len(loss)).to(loss)).sum() if loss.dim() else loss
+
+    def casting(self):
+        return torch.autocast(device, HALF) if self.cast else contextlib.nullcontext()
+
+    def again(self):
+        """What a second autograd.grad gives for half of the loss, by which more may be differentiated; or the error."""
+        try:
+            for _ in range(2):
+                found = torch.autograd.grad(self.loss * 0.5, self.leaves, create_graph=True)
+        except RuntimeError as raised:
+            return str(raised)
+        return [t.detach() for t in found]
 
     def after(self, scales, keep_last=True, loss=None):
         """Gradients after a backward of the loss times each of ``scales``, or the error; the last may give the graph up."""
         loss = self.loss if loss is None else loss
         try:
             for i, scale in enumerate(scales, 1):
-                (loss * scale).backward(retain_graph=keep_last or i < len(scales))
+                with self.casting():
+                    (loss * scale).backward(retain_graph=keep_last or i < len(scales))
         except RuntimeError as raised:
             return str(raised)
         return [leaf.grad for leaf in self.leaves]
@@ -72,6 +90,20 @@ class Graph:
         handed = torch.autograd.grad(self.loss * first, self.leaves, retain_graph=True)
         later = self.after((0.25,), keep_last)
         return later if isinstance(later, str) else handed
+
+
+def alive():
+    """Bytes of all tensors that Python knows; what shares memory counts once."""
+    gc.collect()
+    memory = [each.untyped_storage() for each in gc.get_objects() if type(each) is torch.Tensor]
+    return sum({each.data_ptr(): each.nbytes() for each in memory}.values())
+
+
+def left(function, *made_of):
+    """Bytes that a loss and its gradients hold after a backward that gives the graph up."""
+    before, graph = alive(), Graph(function, *made_of)
+    graph.after((0.5,), keep_last=False)
+    return alive() - before
 
 
 def judge(name, got, want, limit):
@@ -85,8 +117,8 @@ def validate(said, fixed, released, tensors, needs, y, given, scales=SCALES[:1])
     each = []
     for function in (released, fixed):
         try:
-            graph = Graph(function, tensors, needs, y, given)
             with Made() as made:
+                graph = Graph(function, tensors, needs, y, given)
                 (graph.loss * 0.3).backward()
             each.append(([graph.unweighted, *(leaf.grad for leaf in graph.leaves)], made.count))
         except Exception as raised:  # up to 0.7.0 some releases do, where not all is trained: that has to stay, too
@@ -96,7 +128,7 @@ def validate(said, fixed, released, tensors, needs, y, given, scales=SCALES[:1])
         return check("control", f"{said}: the release's own error", want == got)
     alike = [g is w or (g is not None and w is not None and torch.equal(g, w)) for g, w in zip(got, want, strict=True)]
     check("control", f"{said}: one backward is the release's, bit for bit", all(alike))
-    check("trigger", f"{said}: one backward makes {count} tensors, {least} as released", count <= least)
+    check("trigger", f"{said}: forward and backward make {count} tensors, {least} as released", count <= least)
     if any(g is None for g in want):  # of a frozen input, which is pack17
         return
     unit = [g.double() for g in Graph(released, tensors, needs, y, given).after((1.0,))]
@@ -105,14 +137,17 @@ def validate(said, fixed, released, tensors, needs, y, given, scales=SCALES[:1])
     def new():
         return Graph(fixed, tensors, needs, y, given)
 
-    for each, keep in itertools.product(scales, (True, False)):
+    for some, keep in itertools.product(scales, (True, False)):
         ends = "" if keep else ", the graph given up"
-        judge(f"{said}: backwards of {each}{ends}", new().after(each, keep), [u * sum(each) for u in unit], limit)
+        judge(f"{said}: backwards of {some}{ends}", new().after(some, keep), [u * sum(some) for u in unit], limit)
     # Of 1, nothing is multiplied; and where the graph is given up later, nothing is copied then.
     for first, keep in ((1.0, False), (0.5, True)):
         got = new().handed_out(first, keep)
         judge(f"{said}: what autograd.grad gave for {first} is the same later", got, [u * first for u in unit], limit)
     if scales == SCALES:
+        judge(f"{said}: a second autograd.grad with create_graph", new().again(), [u * 0.5 for u in unit], limit)
+        kept, own = (left(f, tensors, needs, y, given) for f in (fixed, released))
+        check("trigger", f"{said}: {kept} bytes are left after a backward, {own} as released", kept <= own)
         # A torch before 2.5 does not say whether the graph is kept.
         asked = vars(torch._C._autograd).pop("_get_current_graph_task_keep_graph", None)
         judge(f"{said}: an older torch", new().after(SCALES[0]), unit, limit)
@@ -139,6 +174,7 @@ def main():
         check("control", f"{name}: the release's is another one, with the same arguments", another)
         reductions = [{"reduction": r} for r in ("mean", "sum", "none")] if "reduction" in takes else [{}]
         options = {option: {option: value} for option, value in OPTIONS.items() if option in takes}
+        options |= {"autocast": {"autocast": True}} | ({"a slice": {"slice": 3}} if module is ce else {})
         for (kind, tensors), reduction in itertools.product(kinds.items(), reductions):
             if len(tensors) > 2 and "bias" not in takes:
                 continue
@@ -152,6 +188,10 @@ def main():
             for option, given in options.items() if len(tensors) < 3 else ():
                 labels = y.where(y != -100, 7) if option == "ignore_index" else y
                 validate(f"{said}, {option}", fixed, released, tensors, every[0], labels, {**reduction, **given})
+        many = [torch.randn(2, 2**23)] if module is ce else [torch.randn(2, 2**15), torch.randn(2**9, 2**15)]
+        many, few, needs = [t.to(device) for t in many], y[:2], (True,) * len(many)
+        unit = [g.double() for g in Graph(released, many, needs, few, {}).after((1.0,))]
+        judge(f"{name}: 2**24 gradients", Graph(fixed, many, needs, few, {}).after((0.5, 0.5)), unit, 1e-5)
     finish()
 
 
