@@ -1,6 +1,6 @@
 """The deep check of a fix of pack38: any sequence of scales, with every option, whatever is trained; gradients that were handed out stay what they were.
 
-Runs after repro.py on the patched side. A single backward has to stay what the release gives, bit for bit, and to make no more tensors. A
+Runs after repro.py on the patched side. A single forward and backward has to stay what the release gives, bit for bit, and to make no more tensors. A
 refusal by autograd is as good as a right gradient, as in repro.py, but not of all.
 """
 
@@ -64,6 +64,15 @@ class Graph:
             return str(raised)
         return [leaf.grad for leaf in self.leaves]
 
+    def again(self):
+        """What a second autograd.grad gives for half of the loss, by which more may be differentiated; or the error."""
+        try:
+            for _ in range(2):
+                found = torch.autograd.grad(self.loss * 0.5, self.leaves, create_graph=True)
+        except RuntimeError as raised:
+            return str(raised)
+        return [t.detach() for t in found]
+
     def handed_out(self, first, keep_last):
         """What autograd.grad gave for ``first`` times the loss, looked at after a later backward."""
         handed = torch.autograd.grad(self.loss * first, self.leaves, retain_graph=True)
@@ -81,9 +90,9 @@ def validate(said, fixed, released, tensors, needs, every=SCALES[:2]):
     """One loss, with one option, of one dtype, with some tensors trained."""
     each = []
     for loss in (released, fixed):
-        graph = Graph(loss, tensors, needs)
         try:
             with Made() as made:
+                graph = Graph(loss, tensors, needs)
                 (graph.loss * 0.3).backward()
         except Exception as raised:
             return check("control", f"{said}: one backward ends: {type(raised).__name__}", False)
@@ -91,7 +100,7 @@ def validate(said, fixed, released, tensors, needs, every=SCALES[:2]):
     (want, least), (got, count) = each
     alike = all(g is not None and torch.equal(g, w) for g, w in zip(got, want, strict=True))
     check("control", f"{said}: one backward is the release's, bit for bit", alike)
-    check("trigger", f"{said}: one backward makes {count} tensors, {least} as released", count <= least)
+    check("trigger", f"{said}: forward and backward make {count} tensors, {least} as released", count <= least)
     unit = [g.double() for g in Graph(released, tensors, needs).after((1.0,))]
     limit = LIMITS[tensors[0].dtype]
     for scales, keep in itertools.product(every, (True, False)):
@@ -101,6 +110,13 @@ def validate(said, fixed, released, tensors, needs, every=SCALES[:2]):
     for first, keep in ((1.0, False), (0.5, True)):
         got = Graph(fixed, tensors, needs).handed_out(first, keep)
         judge(f"{said}: what autograd.grad gave for {first} is the same later", got, [u * first for u in unit], limit)
+    if every == SCALES:
+        judge(
+            f"{said}: a second autograd.grad with create_graph",
+            Graph(fixed, tensors, needs).again(),
+            [u * 0.5 for u in unit],
+            limit,
+        )
     # A torch before 2.5 does not say whether the graph is kept.
     asked = vars(torch._C._autograd).pop("_get_current_graph_task_keep_graph", None)
     judge(f"{said}: an older torch", Graph(fixed, tensors, needs).after(SCALES[0]), unit, limit)
