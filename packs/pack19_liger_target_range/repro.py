@@ -88,8 +88,8 @@ def main(shape):
         if case == "V":
             off = 0 if "refused" in ended else ended.get("others", math.inf)
             check("trigger", "a label of V: gradients of the other rows", error=off, limit=LIMIT)
-        # A loss, or what comes of memory that is not the row's: a signal, an allocation or an access that fails.
-        computed = "loss" in ended or "failed" in ended or "signal" in ended.get("died", "")
+        # A loss, or the end that an access to memory brings that is nobody's.
+        computed = "loss" in ended or "illegal memory" in ended.get("failed", "") or "signal 11" in ended.get("died", "")
         check("signature", f"a label of {case} is computed with", computed)
     finish()
 

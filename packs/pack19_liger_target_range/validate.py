@@ -27,13 +27,13 @@ TRAINED = {"all": (1, 1, 1, 1), "x": (1, 0, 0, 1), "w": (0, 1, 0, 1), "none": (0
 
 
 class Large(TorchDispatchMode):
-    """Counts tensors of more than a chunk's logits that are made, views not among them."""
+    """Counts tensors that are made of more than a chunk's logits, views not among them."""
 
     count = 0
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         made = op(*args, **(kwargs or {}))
-        self.count += isinstance(made, torch.Tensor) and not op.is_view and made.numel() > 4 * V and made.shape[-1:] == (V,)
+        self.count += isinstance(made, torch.Tensor) and not op.is_view and made.numel() > 4 * V
         return made
 
 
@@ -118,16 +118,31 @@ def main():
             check("trigger", f"{name}: a label of {label}, {str(dtype)[6:]}, {place}, {ignore} ignored: refused", refused)
     wrong = inside.clone()
     wrong[5] = V
+    half = [t.to(HALF) for t in tensors]
+    column = torch.stack([wrong, wrong], 1)[:, 0]
     for (what, more), reduction in itertools.product(options.items(), reductions):
         given = {"reduction": reduction} if reduction else {}
         got = results(function, tensors, wrong, ignore_index=-100, **given, **more)
         refused = isinstance(got, IndexError | ValueError | AssertionError)
         check("trigger", f"{reduction}, {what}: a label of V is refused", refused)
+        for how, other, labels in (
+            ((str(HALF)[6:], half, wrong), ("labels that are a column", tensors, column)) if not more else ()
+        ):
+            got = results(function, other, labels, ignore_index=-100, **given)
+            refused = isinstance(got, IndexError | ValueError | AssertionError)
+            check("trigger", f"{reduction}, {how}: a label of V is refused", refused)
     control("labels that are all ignored", torch.full_like(inside, -100), ignore_index=-100)
     control("labels that are a column", torch.stack([inside, inside], 1)[:, 0], ignore_index=-100)
     wide = [tensors[0], torch.randn(300, H).to(device) / 4]
     for dtype in (torch.int32, torch.int16, torch.int8, torch.uint8):
         control(f"labels of {str(dtype)[6:]}, and V of 300", inside.to(dtype), wide, ignore_index=-100)
+        if dtype is not torch.uint8 and not isinstance(results(released, wide, inside.to(dtype), ignore_index=-100), Exception):
+            got = results(function, wide, inside.to(dtype).masked_fill(inside == V - 1, -5), ignore_index=-100)
+            refused = isinstance(got, IndexError | ValueError | AssertionError)
+            check("trigger", f"a label of -5 in {str(dtype)[6:]}, and V of 300: refused", refused)
+    # More labels than fp16 has numbers; without gradients, of which Triton's interpreter makes 70,000 rows.
+    large = [t.to(HALF) for t in (tensors[0][:2], torch.randn(70_000, H).to(device) / 4)]
+    control(f"{str(HALF)[6:]}, and V of 70,000", torch.tensor([3, 69_999]).to(device), large, trained="none", ignore_index=-100)
     finish()
 
 
