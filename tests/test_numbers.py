@@ -20,7 +20,6 @@ GIVEN = {
         "4.7e-2": "the article's",
         "1e-9": "the factor of a trigger",
     },
-    "pack19": {"4e36": "printed by a recorded run as the loss of a label of V in the last row"},
     "pack27": {"2.7": "0.072 beside 0.0265", "1e-5": "the limit of a control", "8": "the factor of a control"},
     "pack26": {"1.7e-4": "1 - the probability of the label, by the script's logits"},
 }

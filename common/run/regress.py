@@ -344,10 +344,9 @@ class _Before:
                 continue  # not there yet, or it follows from the other side, which is told
             if was is None:
                 was = self._neighbour(seen, after)
-            kind = (
-                (history.change(seen.side, was.outcome, seen.outcome) or history.turned(was.rows, seen.rows)) if was else None
-            )
-            if was and kind:
+            if was is None:
+                continue
+            if kind := history.change(seen.side, was.outcome, seen.outcome) or history.turned(was.rows, seen.rows):
                 yield history.changed(kind, seen, before=was.word, before_version=was.version)
 
     def _neighbour(self, seen: Seen, after: History) -> Was | None:
