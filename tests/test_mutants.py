@@ -78,10 +78,12 @@ def test_the_scripts_of_a_wrong_fix_end_at_the_first_check_that_fails(tmp_path):
         ("trigger", "wrong", False),
         ("trigger", "later", True),
     )
-    script.write_text(reportblock.TEXT + "".join(f"check{given}\n" for given in checks))
-    mutants._end_at_the_first_failure(tmp_path)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (125, "CHANGED: wrong")
+    for evidence, code, last in (("source", 125, "CHANGED: wrong"), ("none", 0, "trigger   ok       later")):
+        told = f'FACTS["evidence"] = "{evidence}"\n'
+        script.write_text(reportblock.TEXT + told + "".join(f"check{given}\n" for given in checks))
+        mutants._end_at_the_first_failure(tmp_path)
+        done = subprocess.run([sys.executable, script], capture_output=True, text=True)
+        assert (done.returncode, done.stdout.splitlines()[-1]) == (code, last)
 
 
 def test_a_mutant_that_is_not_noticed_is_a_survivor(tmp_path, monkeypatch):

@@ -239,7 +239,6 @@ def test_a_script_finds_an_editable_install():
 LONGER = {
     "pack03": 112,
     "pack05": 104,
-    "pack07": 118,
     "pack14": 112,
     "pack24": 128,
     "pack27": 132,

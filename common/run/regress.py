@@ -346,8 +346,8 @@ class _Before:
                 was = self._neighbour(seen, after)
             if was is None:
                 continue
-            if kind := history.change(seen.side, was.outcome, seen.outcome) or history.turned(was.rows, seen.rows):
-                yield history.changed(kind, seen, before=was.word, before_version=was.version)
+            if told := history.changed(was, seen):
+                yield told
 
     def _neighbour(self, seen: Seen, after: History) -> Was | None:
         """For a release that was never run: the one before it, as released."""

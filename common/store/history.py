@@ -298,20 +298,40 @@ def change(side: str, before: str, after: str) -> str | None:
     return "broken" if before in told else None
 
 
-def turned(before: Mapping[str, bool | None], after: Mapping[str, bool | None]) -> str | None:
-    """The kind of change between the rows of two runs, None where none went from right to wrong or back."""
-    turns = {ok for row, ok in after.items() if None not in (ok, before.get(row)) and ok != before[row]}
-    return "regressed" if False in turns else "fixed" if turns else None
+def turned(before: Mapping[str, bool | None], after: Mapping[str, bool | None]) -> dict[str, bool]:
+    """The rows that went from right to wrong, or back, and what they are now."""
+    return {row: ok for row, ok in sorted(after.items()) if ok is not None and before.get(row) is (not ok)}
 
 
-def changed(kind: str, seen: Seen, *, before: str, before_version: str) -> Change:
-    """The change to what ``seen`` shows."""
+class Before(Protocol):
+    """What a run showed, as a change is told from it."""
+
+    @property
+    def outcome(self) -> str: ...
+    @property
+    def word(self) -> str: ...
+    @property
+    def version(self) -> str: ...
+    @property
+    def rows(self) -> Mapping[str, bool | None]: ...
+
+
+def changed(before: Before, seen: Seen) -> Change | None:
+    """The change from ``before`` to ``seen``: of the outcome, or of rows of the contract. None for none worth a word."""
+    turns = turned(before.rows, seen.rows)
+    kind = change(seen.side, before.outcome, seen.outcome)
+    if kind is None and turns:
+        kind = "fixed" if all(turns.values()) else "regressed"
+    if kind is None:
+        return None
+    now = [[row for row, ok in turns.items() if ok is right] for right in (False, True)]
+    words = [f"({word}: {'; '.join(rows)})" for word, rows in zip(("now wrong", "now right"), now, strict=True) if rows]
     return Change(
         kind=kind,
         cell=seen.cell,
-        before=before,
-        before_version=before_version,
-        after=seen.shown,
+        before=before.word,
+        before_version=before.version,
+        after=" ".join([seen.word, *words]),
         evidence=seen.evidence,
         machine=seen.machine,
     )
@@ -321,13 +341,10 @@ def transitions(runs: Iterable[Seen]) -> Iterator[Change]:
     """What changed from release to release, going by the best run of each, as released."""
     before: Seen | None = None
     for sides in releases(runs).values():
-        seen = best(sides.get("unpatched", ()))
-        if seen is None:
-            continue
-        kind = change("unpatched", before.outcome, seen.outcome) if before else None
-        if before and kind:
-            yield changed(kind, seen, before=before.word, before_version=before.version)
-        before = seen
+        if seen := best(sides.get("unpatched", ())):
+            if before and (told := changed(before, seen)):
+                yield told
+            before = seen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,13 +20,11 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 
-SHARED = 232_448  # bytes that a block can have on sm_90
 P, R, CHUNK = 64, 4, 16  # headdim, mimo_rank and chunk_size of Mamba-3
 KERNELS = {"mamba_mimo_bwd_fwd": 128, "mamba_mimo_bwd_bwd": 256}  # threads, as the host calls each
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--stages", default="0", help="pipeline stages (default 0, as the release calls the kernels)")
 parser.add_argument("--state", type=int, default=128, metavar="N", help="d_state (default 128, which Mamba-3 has)")
-parser.add_argument("--lower", nargs=4, help=argparse.SUPPRESS)
+parser.add_argument("--lower", nargs=2, help=argparse.SUPPRESS)
 
 
 def release():
@@ -34,65 +32,53 @@ def release():
     sys.modules["mamba_ssm"] = importlib.util.module_from_spec(importlib.util.find_spec("mamba_ssm"))
     if importlib.util.find_spec("mamba_ssm.ops.tilelang") is None:
         finish("UNTESTABLE", "no-api")
-    import tilelang
-
     logging.disable(logging.WARNING)  # TileLang says of every kernel that it is compiled, or was
     from mamba_ssm.ops.tilelang.mamba3 import mamba3_mimo_bwd
 
     FACTS.update(file=mamba3_mimo_bwd.__file__, version=version("mamba-ssm"), evidence="codegen")
-    FACTS["metrics"]["tilelang"] = tilelang.__version__
+    FACTS["metrics"]["tilelang"] = version("tilelang")
     return mamba3_mimo_bwd
 
 
-def lower(kernel, tma, stages, N):
-    """One kernel in bf16 for sm_90a: the tensors that it loads by TMA, its TMA loads and stores, and bytes of shared memory."""
+def lower(kernel, tma, N):
+    """One kernel in bf16 for sm_90a, TMA "on" or "off": the tensors that it loads by TMA, and what else its text and tiles show."""
     import tilelang
     import tilelang.language as T
     from tilelang import tvm
 
-    jit, keys = tilelang.jit, tilelang.PassConfigKey
-    passes = {keys.TL_DISABLE_TMA_LOWER: not tma, keys.TL_DISABLE_WARP_SPECIALIZED: not tma, keys.TL_ENABLE_FAST_MATH: True}
+    jit, keys, off = tilelang.jit, tilelang.PassConfigKey, tma == "off"
+    passes = {keys.TL_DISABLE_TMA_LOWER: off, keys.TL_DISABLE_WARP_SPECIALIZED: off, keys.TL_ENABLE_FAST_MATH: True}
     tilelang.jit = lambda **given: jit(**{**given, "pass_configs": passes})
-    sizes = [T.dynamic(letter) for letter in "BSHG"]
-    asked = {"chunk_size": CHUNK, "dtype": "bfloat16", "threads": KERNELS[kernel], "num_stages": stages}
-    function = getattr(release(), kernel).get_tir(*sizes, N, P, R, True, True, True, **asked)
-    given = {"enable_host_codegen": False, "enable_device_compile": False}
-    given = {key: value for key, value in given.items() if key in inspect.signature(tilelang.lower).parameters}
+    asked = {"chunk_size": CHUNK, "dtype": "bfloat16", "threads": KERNELS[kernel], "num_stages": 0}  # as the host calls it
+    function = getattr(release(), kernel).get_tir(*map(T.dynamic, "BSHG"), N, P, R, True, True, True, **asked)
+    takes = inspect.signature(tilelang.lower).parameters
+    given = {name: False for name in ("enable_host_codegen", "enable_device_compile") if name in takes}
     config = {getattr(key, "value", key): value for key, value in passes.items()}
     with tvm.transform.PassContext(opt_level=3, config=config), tvm.target.Target({"kind": "cuda", "arch": "sm_90a"}) as target:
         artifact = tilelang.lower(function, target=target, **given)
-    text = artifact.kernel_source
-    shared = [
-        f.attrs["dyn_shared_memory_buf"] for f in artifact.device_mod.functions.values() if "dyn_shared_memory_buf" in f.attrs
-    ]
-    loads = re.findall(r"\btl::tma_load\w*(?:<[^>]*>)?\((\w+?)_desc", text)
-    return {
-        "loads": loads,
-        "stores": text.count("tl::tma_store("),
-        "wgmma": text.count("wgmma"),
-        "shared_bytes": sum(map(int, shared)),
-    }
+    functions, text = artifact.device_mod.functions.values(), artifact.kernel_source
+    shared = sum(int(f.attrs["dyn_shared_memory_buf"]) for f in functions if "dyn_shared_memory_buf" in f.attrs)
+    counts = {"stores": text.count("tl::tma_store("), "wgmma": text.count("wgmma"), "shared_bytes": shared}
+    return {"loads": re.findall(r"\btl::tma_load\w*(?:<[^>]*>)?\((\w+?)_desc", text), **counts}
 
 
-def outcome(kernel, tma, stages, N, **given):
+def outcome(kernel, tma, N):
     """`lower` in a process of its own, so that a crash of the compiler ends no more than that; or {"error": what it said}."""
-    command = [sys.executable, __file__, "--lower", kernel, tma, stages, str(N)]
-    done = subprocess.run(command, capture_output=True, text=True, **given)
+    done = subprocess.run([sys.executable, __file__, "--state", str(N), "--lower", kernel, tma], capture_output=True, text=True)
     if done.returncode == 0:
         return json.loads(done.stdout.splitlines()[-1])
     said = [line for line in done.stderr.splitlines() if re.search(r"Error|Check failed", line)]
     return {"error": (said or [f"exit {done.returncode}"])[-1][-300:], "loads": []}
 
 
-def main(stages, N):
+def main(N):
     release()
     first, second = KERNELS
     jobs = (second, "on"), (first, "on"), (first, "off")  # the second with TMA off takes as long again, and shows no more
     with ThreadPoolExecutor(2) as pool:
-        done = pool.map(lambda job: outcome(*job, stages, N), jobs)
-        found = FACTS["metrics"]["lowered"] = {
-            f"{kernel}, TMA {tma}": what for (kernel, tma), what in zip(jobs, done, strict=True)
-        }
+        done = pool.map(lambda job: outcome(*job, N), jobs)
+        found = {f"{kernel}, TMA {tma}": what for (kernel, tma), what in zip(jobs, done, strict=True)}
+    FACTS["metrics"]["lowered"] = found
     for name, what in found.items():
         print(f"{name}: {what}")
     off, said = found[f"{first}, TMA off"], []
@@ -100,7 +86,7 @@ def main(stages, N):
     for kernel in KERNELS:
         on = found[f"{kernel}, TMA on"]
         check("trigger", f"{kernel}, TMA on: is lowered, and loads q and k by TMA", {"Q", "K"} <= set(on["loads"]))
-        fits = 0 < on.get("shared_bytes", 0) <= SHARED
+        fits = 0 < on.get("shared_bytes", 0) <= 232_448  # bytes that a block can have on sm_90
         check("trigger", f"{kernel}, TMA on: shared memory that a block can have", fits)
         said += [on["error"]] if "error" in on else [] if {"Q", "K"} <= set(on["loads"]) and fits else ["something else"]
     known = bool(said) and all(re.search(r"InputDim\(\) == 2|Cannot detect TMA layout", what) for what in said)
@@ -176,8 +162,4 @@ sys.excepthook, threading.excepthook = unexpected, in_a_thread
 
 if __name__ == "__main__":
     options = parser.parse_args()
-    if options.lower:
-        kernel, tma, stages, N = options.lower
-        print(json.dumps(lower(kernel, tma == "on", int(stages), int(N))))
-    else:
-        main(options.stages, options.state)
+    print(json.dumps(lower(*options.lower, options.state))) if options.lower else main(options.state)
