@@ -85,15 +85,14 @@ def of_pack32():
 
 
 def test_changes_of_a_contract_name_the_rows():
-    told = [str(change) for change in history.transitions(of_pack32().values())]
+    told = {str(change): change.kind for change in history.transitions(of_pack32().values())}
     assert (
         "pack32 liger-kernel 0.8.5 unpatched: MEASURED in 0.8.4 "
         "→ MEASURED (now right: column-major input; column-major weight), interpreter"
     ) in told
     mixed = [text for text in told if "(now wrong: " in text and "(now right: " in text]
     assert mixed
-    kinds = {str(change): change.kind for change in history.transitions(of_pack32().values())}
-    assert {kinds[text] for text in mixed} == {"regressed"}
+    assert {told[text] for text in mixed} == {"regressed"}
 
 
 def test_a_run_is_compared_with_its_record_row_by_row():

@@ -324,14 +324,16 @@ def changed(before: Before, seen: Seen) -> Change | None:
         kind = "fixed" if all(turns.values()) else "regressed"
     if kind is None:
         return None
-    now = [[row for row, ok in turns.items() if ok is right] for right in (False, True)]
-    words = [f"({word}: {'; '.join(rows)})" for word, rows in zip(("now wrong", "now right"), now, strict=True) if rows]
+    after = seen.word
+    for word, right in (("wrong", False), ("right", True)):
+        if rows := [row for row, ok in turns.items() if ok is right]:
+            after += f" (now {word}: {'; '.join(rows)})"
     return Change(
         kind=kind,
         cell=seen.cell,
         before=before.word,
         before_version=before.version,
-        after=" ".join([seen.word, *words]),
+        after=after,
         evidence=seen.evidence,
         machine=seen.machine,
     )
