@@ -45,6 +45,7 @@ def writing(path: Path) -> Iterator[None]:
             ) from error
         if error.errno in UNWRITABLE:
             raise UserError(
-                f"{path} cannot be written ({os.strerror(error.errno)}): name another folder with --results."
+                f"{path} cannot be written ({os.strerror(error.errno)}): name another folder with --results, "
+                "or of the cache with REPRODUCER_CACHE."
             ) from error
         raise

@@ -50,7 +50,9 @@ def store():
         document = receipt.made(
             grade(log),
             subject=receipt.Subject(
-                name="wheel", uri=f"pkg:pypi/{pack.package}@{version}", digest=receipt.Digest(sha256="0" * 64)
+                name=f"{pack.package}-{version}.tar.gz",
+                uri=f"pkg:pypi/{pack.package}@{version}",
+                digest=receipt.Digest(sha256="0" * 64),
             ),
             hashes=hashes,
             runner="0",

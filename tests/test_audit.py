@@ -36,6 +36,47 @@ def test_a_verdict_that_was_edited_by_hand_is_reported(tmp_path, store):
     assert "outcome was 'ABSENT', and is 'REPRODUCED'" in found[0]
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda d: d["predicate"]["reproducer"].update(started="1999-99-99T99:99:99Z"), "which is no time"),
+        (lambda d: d["predicate"]["reproducer"].update(command=["rm"]), "its command is rm"),
+        (lambda d: d["subject"][0].update(name="evil-1.0.whl"), "not one of liger-kernel"),
+        (lambda d: env(d).update(torch="9.9.9"), "it ran with torch 9.9.9, and its environment holds 2.13.0"),
+        (
+            lambda d: env(d)["distributions"][0].update(version="9.0"),
+            "it is of liger-kernel 0.7.0, and its environment holds 9.0",
+        ),
+    ],
+    ids=["time", "command", "file", "torch", "another release"],
+)
+def test_a_receipt_that_contradicts_itself_is_reported(tmp_path, store, change, said):
+    path = store(tmp_path)
+    document = json.loads(path.read_text())
+    held = [{"name": n, "version": v, "record_sha256": "0" * 64} for n, v in (("liger-kernel", "0.7.0"), ("torch", "2.13.0"))]
+    env(document).update(torch="2.13.0", distributions=held)
+    path.write_text(json.dumps(document))
+    assert list(audit.regrade(path)) == []
+    change(document)
+    path.write_text(json.dumps(document))
+    assert any(said in problem for problem in audit.regrade(path))
+
+
+def env(document):
+    return document["predicate"]["reproducer"]["environment"]
+
+
+def test_what_one_file_installed_is_the_same_in_all_its_receipts(tmp_path, store, published):
+    paths = [store(tmp_path, machine=machine) for machine in ("a", "b")]
+    for path, digest in zip(paths, ("1", "2"), strict=True):
+        document = json.loads(path.read_text())
+        document["subject"][0]["name"] = "liger_kernel-0.7.0-py3-none-any.whl"
+        env(document)["distributions"] = [{"name": "liger-kernel", "version": "0.7.0", "record_sha256": digest * 64}]
+        path.write_text(json.dumps(document))
+    said = "of this file of liger-kernel 0.7.0, records say that it installed different files"
+    assert said in list(audit.verify(paths[0], published, known=audit.Known(results=tmp_path)))
+
+
 def test_a_sound_receipt(tmp_path, store, published):
     assert list(audit.verify(store(tmp_path), published)) == []
 

@@ -48,6 +48,7 @@ def results(tmp_path):
     first = [("1.0", "ABSENT"), ("2.0", "REPRODUCED"), ("3.0rc1", "ABSENT"), ("3.0", "ABSENT")]
     first += [("4.0", "UNTESTABLE", "import"), ("5.0", "CHANGED", "other")]
     second = [release("2.0", "UNTESTABLE", "no-api"), release("3.0", "REPRODUCED", stale=True)]
+    second += [release("4.0", "UNTESTABLE", "no-api")]  # it had the bug before: it may have another name now
     packs = [
         entry("pack50", "toy-pkg", [release(*each) for each in first]),
         entry("pack51", "toy-pkg", second),
@@ -220,6 +221,7 @@ def test_a_line_without_a_name_is_told(results, capsys):
         "# a note \\\ntoy-pkg==2.0",
         "toy-pkg==2.0\t# why",
         "toy-pkg \\\n  ==2.0",
+        "toy-pkg==2.0 --config-settings x=y",
         "./wheels/toy_pkg-2.0-py3-none-any.whl",
         "https://host/toy_pkg-2.0-py3-none-any.whl#sha256=0",
         "toy-pkg @ https://host/toy_pkg-2.0-py3-none-any.whl",

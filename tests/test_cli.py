@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -64,6 +65,10 @@ def test_somebody_elses_diff_is_judged_on_both_sides(cli, cache, tmp_path):
         (tmp_path / f"{name}.diff").write_text(diff.format(code))
         done = cli("run", "pack00", "--release", "1.0", "--patch", tmp_path / f"{name}.diff", cache=cache)
         assert done.returncode == status, done.stdout
+    # No record of the pack's own fix is at hand, so it is run as well, and the diff is held to as many checks.
+    kept = next((tmp_path / "results" / "review" / "good").rglob("*.patched.json"))
+    asked = json.loads(next(kept.parent.glob("*.patched.*.log")).read_text().splitlines()[0])["runner"]
+    assert asked["checks"] == sum(name.startswith("validate: ") for name in raw(kept)["predicate"]["passedTests"]) == 5
     (tmp_path / "old.diff").write_text(diff.replace("xs[0]", "ys[0]"))
     done = cli("run", "pack00", "--release", "1.0", "--patch", tmp_path / "old.diff", cache=cache)
     assert done.returncode == 2
@@ -235,3 +240,26 @@ def test_an_installed_release_is_named_by_its_record(cli, cache, tmp_path):
     document = raw(next((tmp_path / "results").rglob("*1.0.patched.json")))
     assert set(document["subject"][0]["digest"]) == {"record_sha256"}
     assert document["predicate"]["reproducer"]["patch"]["sha256"]
+    assert "--record" not in done.stdout, "which such a run cannot be"
+    # What is first on the path comes before everything else that Python imports.
+    (tmp_path / "site" / "sitecustomize.py").write_text("")
+    done = cli("run", "pack00", "--release-path", tmp_path / "site", cache=cache)
+    assert done.returncode == 2
+    assert "sitecustomize.py was not installed, so it is not that release" in " ".join(done.stderr.split())
+
+
+def test_streams_that_are_closed_or_for_ascii_alone(cli):
+    command = [sys.executable, "-m", "common", "list"]
+    closed = subprocess.run(["bash", "-c", f"{shlex.join(command)} >&-"], capture_output=True, text=True, cwd=ROOT)
+    assert (closed.returncode, closed.stderr) == (0, "")
+    ascii_ = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([*command[:-1], "changes", "--json"], capture_output=True, text=True, cwd=ROOT, env=ascii_)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_folder_that_is_gone_is_one_sentence(tmp_path):
+    gone = f"mkdir {tmp_path}/x; cd {tmp_path}/x; rmdir {tmp_path}/x; {sys.executable} -m common pins"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env.pop("REPRODUCER_CWD", None)
+    done = subprocess.run(["bash", "-c", gone], capture_output=True, text=True, env=env)
+    assert (done.returncode, done.stderr) == (2, "The folder that you are in is gone: change to another one.\n")

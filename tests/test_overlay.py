@@ -1,6 +1,7 @@
 """Transforms find their anchor once or say so; a diff applies back; somebody else's diff is judged on the same copy."""
 
 import subprocess
+import textwrap
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -198,6 +199,40 @@ def test_what_git_would_change_and_we_pass_over_is_refused(site, tmp_path, conte
     patch.write_text(content + GIT_DIFF.replace("xs[0] * len(xs)", "other"))
     with pytest.raises(UserError, match="git"):
         apply_patch(patch, "toy", "1.0", "src/", site, tmp_path / "overlay")
+
+
+PLAIN = "--- a/toy/__init__.py\n+++ b/toy/__init__.py\n@@ -1,2 +1,2 @@\n def total(xs):\n-    return xs[0] * len(xs)\n+    return sum(xs)\n"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        textwrap.indent(PLAIN.replace("toy/__init__", "toy/other"), "  "),
+        "2c2\n< old\n---\n> new\n",
+        "File a/toy/x is a directory while file b/toy/x is a regular file\n",
+        "Only in b/toy: x.py\n",
+    ],
+    ids=["indented", "a normal diff", "a folder", "only in one"],
+)
+def test_what_another_tool_would_apply_is_refused(site, tmp_path, part):
+    (tmp_path / "a.diff").write_text(PLAIN + part)
+    with pytest.raises(UserError, match="changes that are no part of it"):
+        apply_patch(tmp_path / "a.diff", "toy", "1.0", "src/", site, tmp_path / "overlay")
+
+
+def test_a_line_of_a_hunk_may_look_like_another_part(site, tmp_path):
+    (tmp_path / "a.diff").write_text(
+        PLAIN.replace("+    return sum(xs)", '+    return sum(xs)\n+    "--- a"').replace("+1,2", "+1,3")
+    )
+    assert '"--- a"' in apply_patch(tmp_path / "a.diff", "toy", "1.0", "src/", site, tmp_path / "overlay").diff
+
+
+def test_the_users_settings_do_not_decide_what_applies(site, tmp_path, monkeypatch):
+    (tmp_path / ".gitconfig").write_text("[apply]\n\tignoreWhitespace = change\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.diff").write_text(PLAIN.replace("-    return xs", "-      return xs"))
+    with pytest.raises(UserError, match="does not apply"):
+        apply_patch(tmp_path / "a.diff", "toy", "1.0", "src/", site, tmp_path / "overlay")
 
 
 @pytest.mark.parametrize(

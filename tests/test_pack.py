@@ -89,6 +89,7 @@ def test_an_upstream_that_asks_for_a_newer_python_is_told_of_it_where_this_one_i
         ('"<2" = { verdict = "REPRODUCED"', '"<2" = { verdict = "BROKEN"', "expected.*matching"),
         ('"<2" = { verdict = "REPRODUCED"', '"<2" = { verdict = "ERROR"', "for the self-test"),
         ('"<2" = { verdict = "REPRODUCED"', '"<2" = { verdict = "UNTESTABLE"', "must say why"),
+        ('"<2" = { verdict = "REPRODUCED"', '"<2" = { verdict = "CHANGED"', "must say why"),
         ('"<2" =', '"<1" =', "which no \\[expected\\] range holds"),
         ('"<2" =', '"<=2" =', None),
         ("title", "title title", "not valid TOML"),
@@ -131,6 +132,12 @@ def test_what_a_lane_alone_can_judge_is_untestable_in_others(tmp_path):
     measures = find("pack42")
     at = {lane: expected(planned(measures, "", lane), "0.18.0", "unpatched")[0] for lane in measures.lanes}
     assert at == {"device": "MEASURED", "cpu": "UNTESTABLE: no-device"}
+
+
+def test_what_applies_a_fix_is_hashed_with_it():
+    pack = find("pack09")
+    assert "transforms" in pack.hashes("patched")
+    assert "transforms" not in pack.hashes("unpatched")
 
 
 def test_validate_in_a_lane_of_its_own_is_hashed_with_that_lane():

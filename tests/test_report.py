@@ -84,5 +84,5 @@ def test_what_an_earlier_script_showed_is_told_apart():
     seen = [run for run in history.load(RESULTS, [pack]).runs if run.cell in {row.cell for row in rows}]
     for stale, told in ((False, ";"), (True, f" ({len(rows)} with an earlier script);")):
         recorded = history.History(runs=[replace(run, stale=stale) for run in seen])
-        *_, last = map(str, report.compared(rows, recorded))
+        *_, last = map(str, report.compared(rows, recorded, keep=True))
         assert last.startswith(f"{len(rows)} of {len(rows)} sides as recorded in results/{told}")

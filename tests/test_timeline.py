@@ -100,6 +100,30 @@ def osv_affects(ranges, i):
     return False
 
 
+@pytest.mark.parametrize(
+    ("letters", "told"),
+    [
+        ("AUR", ["broken 0.1", "regressed 0.2"]),
+        ("RUA", ["broken 0.1", "fixed 0.2"]),
+        ("RCA", ["broken 0.1", "fixed 0.2"]),
+        ("AUUA", ["broken 0.1"]),
+        ("UR", []),
+        ("ACR", ["broken 0.1", "regressed 0.2"]),
+    ],
+)
+def test_a_change_is_told_past_releases_that_tell_nothing(letters, told):
+    assert [f"{c.kind} {c.cell.version}" for c in history.transitions(runs_of(letters))] == told
+
+
+@pytest.mark.parametrize("machine", ["a", "z"])
+def test_of_machines_that_do_not_agree_the_one_with_the_bug_counts(machine):
+    runs = [seen("1.0", "ABSENT", machine="m"), seen("1.0", "REPRODUCED", machine=machine)]
+    assert history.best(runs).machine == machine
+    assert pins.advise(PACK.package, [PACK], History(runs=runs)).pin is None
+    stronger = [seen("1.0", "ABSENT", machine="m", evidence="device:sm_90"), runs[1]]
+    assert history.best(stronger).machine == "m"
+
+
 @given(st.text(alphabet="RACU", max_size=20))
 def test_the_advice_is_never_a_wrong_release(letters):
     advice = pins.advise(PACK.package, [PACK], of(letters))
@@ -132,6 +156,12 @@ def test_what_is_not_known_is_not_advised_and_what_has_no_such_api_is():
         return replace(one, cell=replace(one.cell, pack="pack77"), verdict=replace(one.verdict, reason=reason))
 
     assert advised("UNTESTABLE", reason="no-api") == "1.0"
+    # After a release that had the bug, what is not found may have another name.
+    runs = [replace_pack("UNTESTABLE", reason="no-api"), seen("1.0", "ABSENT"), seen("0.9", "ABSENT")]
+    had = replace(runs[0], cell=replace(runs[0].cell, version="0.9"), verdict=Verdict(outcome="REPRODUCED", evidence="source"))
+    advice = pins.advise(PACK.package, [PACK, other], History(runs=[*runs, had]))
+    assert advice.pin is None
+    assert pins.state(advice.releases[0]) == "not known (pack77: its API is gone or has another name)"
     assert advised("UNTESTABLE", reason="import") is None
     assert advised("UNTESTABLE", reason="no-device") is None
     assert advised("CHANGED") is None

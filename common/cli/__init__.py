@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 from common import __version__
 from common.__main__ import missing
@@ -20,6 +21,7 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    _streams()
     try:
         parser = _parser(sys.argv[1:] if arguments is None else arguments)
         options, extra = parser.parse_known_args(arguments)
@@ -45,11 +47,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return USAGE
         if not full(error):
             raise
-        complain(f"No space left on the disk of {error.filename or 'the cache'}: free some and run again.")
+        complain(f"No space left on the disk of {error.filename or 'what is written'}: free some and run again.")
         return USAGE
     except KeyboardInterrupt as error:
         complain("Stopped. Receipts of the runs that had ended are kept; nothing is left running.")
         return error.args[0] if error.args else INTERRUPTED
+
+
+def _streams() -> None:
+    """Streams that take what we write: one that was closed takes and loses it, one for ASCII alone has a sign for the rest."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - as long as we run
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _guard() -> None:

@@ -24,6 +24,8 @@ def proposed(rows: Sequence[Row]) -> Iterator[str]:
     )
     if not shown:
         raise UserError("No release could be run, so that nothing can be proposed.")
+    if variant := shown[0].cell.variant:
+        raise UserError(f"[expected] is of runs without arguments: leave out those of {variant}.")
     versions = [Version(row.cell.version) for row in shown]
     pieces = [list(same) for _, same in groupby(shown, key=lambda row: str(row.verdict))]
     ranges, at = [], 0
@@ -65,7 +67,14 @@ def diff(plan: Plan, release: Release, out: Console) -> None:
     """Print what the pack's fix changes in one release: colour on a terminal, a plain diff in a pipe."""
     if not plan.pack.fix.is_file():
         raise UserError(f"{plan.pack.name} has no fix.py.")
-    text = runner.fix_of(plan, release)
+    try:
+        text = runner.fix_of(plan, release)
+    except UserError as error:
+        if (known := plan.pack.expectation(release.version)) is None or known.outcome == "REPRODUCED":
+            raise
+        raise UserError(
+            f"{plan.pack.name}'s fix is for affected releases, and {release.version} is not known as one: {known.verdict} ({known.why})."
+        ) from error
     if out.is_terminal:
         out.print(Syntax(text, "diff", background_color="default"))
     else:

@@ -13,13 +13,11 @@ from common.errors import UserError
 from common.publish import timeline
 
 HELP = "report what changed from release to release"
-DESCRIPTION = (
-    "Tell from the stored receipts what changed from release to release: what broke, what was fixed; the latest seen last."
-)
+DESCRIPTION = "Tell from the stored receipts what changed from release to release: what broke, what was fixed; with the day of the newest record, the latest last."
 
 
 def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:
-    parser.add_argument("--since", metavar="DATE", help="only what was seen on this day or later: 2026-11-01")
+    parser.add_argument("--since", metavar="DATE", help="only what was last recorded on this day or later: 2026-11-01")
     parser.add_argument("--upstream", metavar="NAME", help="only this package")
     parser.add_argument("--json", action="store_true", help="as JSON")
     common.results_option(parser)

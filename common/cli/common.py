@@ -30,7 +30,10 @@ OK, SURPRISE, USAGE, CHANGED, INTERRUPTED = 0, 1, 2, 3, 130
 
 def called_from() -> Path:
     """The folder that the person stands in: under nox it is not the process's."""
-    return Path(os.environ.get("REPRODUCER_CWD") or Path.cwd())
+    try:
+        return Path(os.environ.get("REPRODUCER_CWD") or Path.cwd())
+    except FileNotFoundError as error:
+        raise UserError("The folder that you are in is gone: change to another one.") from error
 
 
 def given(path: Path) -> Path:

@@ -40,7 +40,7 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
         raise UserError(f"There is no receipt of the contract in {root}: run nox -s pack32 -- --record first.")
     if options.row is not None and options.row not in rows:
         near = get_close_matches(options.row, rows, 1, 0.4)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(rows)}."
+        hint = f"did you mean {near[0]!r}?" if near else f"there are: {'; '.join(rows)}."
         raise UserError(f"There is no row {options.row!r}: {hint}")
     wanted = [options.row] if options.row else rows
     if options.json:

@@ -16,7 +16,7 @@ from common.publish import mutants as pages
 
 HELP = "break every fix and blunt every trigger: each mutant must be noticed"
 DESCRIPTION = """Run each pack with a transform of its fix left out, with each output of the fixed code poisoned (NaN, zeros, sign, a
-factor), and with its trigger blunted. Exit status: 0 if each turned its side red, else 1. What it found goes into docs/mutants.md."""
+factor), with each wrong fix that its mutants.toml names, and with its trigger disabled. Exit status: 0 if each turned its side red, else 1. What it found goes into docs/mutants.md."""
 
 
 def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:

@@ -213,8 +213,11 @@ def coverage(row: Row) -> Iterator[str]:
             yield f"{patch['name']}: {what}: {', '.join(patch[key])}"
 
 
-def compared(rows: Sequence[Row], recorded: History) -> Iterator[Text]:
-    """Whether runs agree with the records of any machine, so that a plain run says something without changing a file in git."""
+def compared(rows: Sequence[Row], recorded: History, *, keep: bool) -> Iterator[Text]:
+    """Whether runs agree with the records of any machine, so that a plain run says something without changing a file in git.
+
+    ``keep``: they could be recorded.
+    """
     ran = [row for row in rows if row.receipt]
     known: dict[Cell, list[Seen]] = {}
     for seen in recorded.runs:
@@ -233,7 +236,8 @@ def compared(rows: Sequence[Row], recorded: History) -> Iterator[Text]:
             yield Text(f"≠ {cell.version} {cell.side}: {word}, and recorded is {was}", "yellow")
     if ran:
         old = f" ({earlier} with an earlier script)" if earlier else ""
-        yield Text(f"{agree} of {len(ran)} sides as recorded in results/{old}; --record keeps these runs there.", "dim")
+        how = "; --record keeps these runs there" if keep else ""
+        yield Text(f"{agree} of {len(ran)} sides as recorded in results/{old}{how}.", "dim")
     if unknown:
         yield Text(f"No record of {', '.join(unknown)}.", "dim")
 

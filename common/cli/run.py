@@ -227,7 +227,8 @@ def _judged(plan: Plan, chosen: Sequence[Release], options: argparse.Namespace, 
     if not (plan.checkout or options.propose or failures or surprising):
         parts.append(report.ending(rows, len(missing)))
     if plan.results.resolve() != RESULTS and plan.pack.kind != "selftest" and not (review or options.propose):
-        parts += report.compared(rows, history.load(RESULTS, [plan.pack]))
+        keep = not (plan.release_path or (plan.here and not plan.wheels))
+        parts += report.compared(rows, history.load(RESULTS, [plan.pack]), keep=keep)
     for part in parts if rows else ():
         out.print(part)
     if options.propose:

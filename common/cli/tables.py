@@ -8,7 +8,8 @@ from common.cli import common
 from common.publish import tables
 
 HELP = "rewrite what is generated: tables, schemas, badges, report blocks"
-DESCRIPTION = "Rewrite what is generated in git: the tables of README.md, schemas, badges and the report block of each script."
+DESCRIPTION = """Rewrite what is generated in git: the tables of README.md, docs/contract.md, docs/mutants.md and results/README.md,
+results/timeline.json, schemas, badges and the report block of each script."""
 
 
 def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:

@@ -229,6 +229,7 @@ def _store(cell: Cell, document: receipt.Receipt, log: str, folder: Path) -> Non
         for field, value in {**derived, **(asdict(cell) if part is new.facts else {})}.items():
             setattr(part, field, value)
     new.facts.log = receipt.Log(name=name, sha256=sha256, cut=0)
+    new.facts.environment.distributions = []  # it is of no release
     new.subject = [receipt.Subject(name=name, uri=f"pkg:generic/{cell.dist}@{cell.version}", digest=new.subject[0].digest)]
     (folder / name).write_text(text, encoding="utf-8")
     (folder / f"{cell.stem}.json").write_text(receipt.text(new), encoding="utf-8")

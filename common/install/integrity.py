@@ -57,14 +57,16 @@ def verify(
     path: Sequence[Path],
     *,
     owned: bool,
+    first: bool = False,
     archive: Path | None = None,
     ours: Sequence[tuple[Path, str]] = (),
 ) -> None:
     """Compare each file of ``package`` in ``site`` with its RECORD, or with the ``archive`` that was unpacked there.
 
     ``path`` are all folders that the run imports from. ``owned`` is for a folder that the runner filled itself, where whatever
-    nothing lists is as wrong as a changed file; ``ours`` are the files that it put there, with their hashes. Raises `Tampered` for files that differ, are gone or are not listed, and
-    `UserError` where there is nothing to compare with: no RECORD, no hashes, two owners of one file.
+    nothing lists is as wrong as a changed file; ``ours`` are the files that it put there, with their hashes. A folder that is ``first``
+    on the path hides whatever else has its modules' names, and its sitecustomize runs: nothing there may be unlisted, either. Raises
+    `Tampered` for files that differ, are gone or are not listed, and `UserError` where there is nothing to compare with: no RECORD, no hashes, two owners of one file.
     """
     for own, digest in ours:
         if sha256(own) != digest:
@@ -84,8 +86,9 @@ def verify(
             raise Tampered(f"{file} is {'not what was installed' if (site / file).is_file() else 'gone'}")
     known = set(listed).union(*(files for _, folder, files in others if folder == site))
     tops = {PurePosixPath(file).parts[0] for file in shipped}
-    if owned:
-        tops |= {entry.name for entry in site.iterdir()} - set(OURS)
+    if owned or first:
+        # Scripts are listed as ../../bin/….
+        tops |= {entry.name for entry in site.iterdir()} - {*OURS, *(() if owned else ("bin",))}
     for file in _unlisted(site, tops, known, owned=owned):
         raise Tampered(f"{file} was not installed")
 

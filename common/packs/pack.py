@@ -18,7 +18,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from common.errors import UserError
-from common.files import PACKS, like
+from common.files import PACKS, ROOT, like
 from common.packs import reportblock
 
 if sys.version_info >= (3, 11):
@@ -232,6 +232,8 @@ class Pack:
             text = script.read_text(encoding="utf-8")
             hashes[_label(self.folder, script)] = hashlib.sha256(reportblock.own(text).encode()).hexdigest()
             hashes |= {n: hashlib.sha256(block.encode()).hexdigest() for n, block in reportblock.blocks(text).items()}
+        if side == "patched" and self.fix.is_file():
+            hashes["transforms"] = hashlib.sha256((ROOT / "common" / "transforms.py").read_bytes()).hexdigest()
         files = [*lane_files] + (fixes if side == "patched" else [])
         hashes |= {_label(self.folder, f): hashlib.sha256(f.read_bytes()).hexdigest() for f in files if f.exists()}
         hashes["requires"] = hashlib.sha256("\n".join(self.requires).encode()).hexdigest()
@@ -343,8 +345,9 @@ class _Expected(Struct, forbid_unknown_fields=True):
     lane: str | None = None
 
     def __post_init__(self) -> None:
-        if self.verdict == "UNTESTABLE":
-            raise ValueError("UNTESTABLE must say why, as in 'UNTESTABLE: import'")
+        if self.verdict in ("UNTESTABLE", "CHANGED"):  # Alone, it would hold for a script that is broken, too.
+            example = "UNTESTABLE: import" if self.verdict == "UNTESTABLE" else "CHANGED: [64, 17] compiles"
+            raise ValueError(f"{self.verdict} must say why, as in '{example}'")
 
 
 class _Toml(Struct, forbid_unknown_fields=True, kw_only=True):

@@ -123,7 +123,11 @@ def _finding(entry: Entry, version: str) -> Finding:
     elif run.outcome == "ABSENT":
         status, why = "unaffected", ""
     elif run.outcome == "UNTESTABLE" and run.reason.partition(" ")[0] == "no-api":
-        status, why = "unaffected", "the API of the bug is not in it"
+        earlier = (best for r in entry.releases if order(r.version) < public and (best := _best(r)))
+        if any(best.outcome == "REPRODUCED" for best in earlier):
+            status, why = "unknown", "the API of the bug is gone or has another name"
+        else:
+            status, why = "unaffected", "the API of the bug is not in it"
     elif run.outcome == "CHANGED":
         status, why = "unknown", f"something else happens in it: {run.reason}"
     else:

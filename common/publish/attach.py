@@ -100,8 +100,10 @@ def load(pack: Pack, results: Path, machine: str | None) -> tuple[list[Seen], li
         raise error
     runs, commits = stored.of(pack.name, pack.package), stored.of_commits(pack)
     found = sorted({seen.machine for seen in [*runs, *commits]})
+    if not found and pack.kind == "selftest":
+        raise UserError(f"{pack.name} is the self-test, about no upstream: there is nothing to attach.")
     if not found:
-        raise UserError(f"There is no receipt of {pack.name} in {results}: run 'nox -s {pack.name}' first.")
+        raise UserError(f"There is no receipt of {pack.name} in {results}: run 'nox -s {pack.name} -- --record' first.")
     if machine is not None and machine not in found:
         raise UserError(f"There is no receipt of {pack.name} from {machine!r}; there are from {', '.join(found)}.")
     return [s for s in runs if machine in (None, s.machine)], [s for s in commits if machine in (None, s.machine)]

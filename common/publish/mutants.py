@@ -33,7 +33,7 @@ def digests(packs: Sequence[Pack]) -> dict[str, str]:
     for pack in packs:
         mutants = pack.folder / "mutants.toml"
         if mutants.is_file():
-            hashes = {name: sha256 for name, sha256 in pack.hashes("patched").items() if name != "report"}
+            hashes = {name: sha256 for name, sha256 in pack.hashes("patched").items() if name not in ("report", "transforms")}
             told = [hashes, hashlib.sha256(mutants.read_bytes()).hexdigest()]
             found[pack.name] = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
     return found

@@ -8,11 +8,16 @@ from html import escape
 from typing import Any
 
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from common.packs.pack import NO_FAULT, Pack
 from common.store import history
 from common.store.cell import order
 from common.store.history import History, best
+
+#: What is said of a release that does not have what the bug is in, and of one after a release that had the bug: what has another name is not gone.
+NO_API = "UNTESTABLE: no-api"
+MOVED = "its API is gone or has another name"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +93,7 @@ class Advice:
         )
         if near is None:
             return "no release that was run is known to be free of a bug that a pack looks for"
-        return f"no release is known to be free of all bugs that the packs look for; nearest is {near.version}: {state(near)}"
+        return f"no release is known to be free of all bugs that the packs look for; fewest has {near.version}: {state(near)}"
 
 
 def advise(
@@ -113,8 +118,13 @@ def advise(
         for version, sides in history.releases(stored.of(pack.name, package)).items():
             if seen := best(sides.get("unpatched", ())):
                 verdicts.setdefault(version, {})[pack.name] = seen
+    first: dict[str, Version] = {}
+    for version in sorted(verdicts, key=order):
+        for name, seen in verdicts[version].items():
+            if seen.outcome == "REPRODUCED":
+                first.setdefault(name, order(version))
     releases = [
-        _verdicts(version, found, about, offered)
+        _verdicts(version, found, about, offered, first)
         for version, found in sorted(verdicts.items(), key=lambda item: order(item[0]), reverse=True)
     ]
     good = [r for r in releases if r.right and not r.wrong and not r.barred and not _unknown(r)]
@@ -165,7 +175,11 @@ def _together(package: str, packs: Iterable[Pack], stored: History) -> Iterator[
 
 
 def _verdicts(
-    version: str, found: Mapping[str, history.Seen], about: Sequence[Pack], offered: Mapping[str, bool] | None
+    version: str,
+    found: Mapping[str, history.Seen],
+    about: Sequence[Pack],
+    offered: Mapping[str, bool] | None,
+    first: Mapping[str, Version],
 ) -> Verdicts:
     untold = {pack.name: "not run" for pack in about if pack.name not in found}
     for name, seen in found.items():
@@ -173,6 +187,8 @@ def _verdicts(
             untold[name] = seen.word if seen.flaky else "seen with an earlier script"
         elif seen.outcome not in ("REPRODUCED", "ABSENT"):
             untold[name] = str(seen.verdict)
+            if untold[name] == NO_API and name in first and order(version) > first[name]:
+                untold[name] = MOVED
     return Verdicts(
         version=version,
         wrong=[name for name, seen in found.items() if seen.outcome == "REPRODUCED"],
@@ -184,7 +200,7 @@ def _verdicts(
 
 def _unknown(release: Verdicts) -> list[str]:
     """The packs that leave it open whether a release has their bug. Where the API is not there the bug cannot be."""
-    return [name for name, why in release.untold.items() if why != "UNTESTABLE: no-api"]
+    return [name for name, why in release.untold.items() if why != NO_API]
 
 
 def _barred(version: str, offered: Mapping[str, bool] | None) -> str:
@@ -197,6 +213,7 @@ def text(advice: Advice) -> Iterator[str]:
     """The advice in plain lines."""
     if advice.pin is None:
         hint = " Name the bugs that matter to you with --pack." if len(advice.titles) > 1 else ""
+        hint += " Each pack's README names a workaround, or a fix." if advice.titles else ""
         yield f"{advice.package}: none can be advised: {advice.refusal()}.{hint}"
     else:
         beside = f" with {', '.join(advice.goes_with)}" if advice.goes_with else ""
@@ -226,9 +243,12 @@ def _alike(advice: Advice) -> Iterator[tuple[str, str]]:
 def state(release: Verdicts) -> str:
     """What is to be said of one release."""
     parts = [f"wrong ({', '.join(release.wrong)})"] if release.wrong else []
-    parts += [f"not told ({', '.join(f'{name}: {why}' for name, why in release.untold.items())})"] if release.untold else []
+    unknown = ", ".join(f"{name}: {release.untold[name]}" for name in _unknown(release))
+    parts += [f"not known ({unknown})"] if unknown else []
+    if lacking := [name for name, why in release.untold.items() if why == NO_API]:
+        parts.append(f"without the API of {', '.join(lacking)}")
     parts += [release.barred] if release.barred else []
-    return "; ".join(parts) or "right"
+    return "; ".join(parts if release.wrong or unknown or release.barred else ["right", *parts])
 
 
 #: What a constraints file of ours begins with.

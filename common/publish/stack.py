@@ -166,7 +166,7 @@ def _gathered(place: str, found: Iterable[tuple[str, str | None, str, tuple[str,
         several={name: tuple(versions) for name, versions in pins.items() if len(versions) > 1 and name not in made},
         lines=lines,
         place=place,
-        total=len({*pins, *open_}),
+        total=len({*pins, *(name for name, asked in open_.items() if asked)}),
     )
 
 
@@ -236,7 +236,7 @@ def _requirements(lines: Iterable[str], path: Path | None, seen: set[Path]) -> I
         if text.startswith("-"):  # An index, or a hash mode.
             continue
         try:
-            requirement = Requirement(text.partition(" --hash")[0].strip())
+            requirement = Requirement(text.partition(" --")[0].strip())  # what pip is to do with it
         except InvalidRequirement:
             if text.startswith((".", "/", "http:", "https:", "git+", "file:")) or text.partition(" ")[0].endswith(".whl"):
                 yield (start, *wheel, "") if (wheel := _file(text)) else (start, text, None, "")
@@ -251,7 +251,8 @@ def _requirements(lines: Iterable[str], path: Path | None, seen: set[Path]) -> I
             yield start, *file, ""
             continue
         asked = f"@ {requirement.url}" if requirement.url else str(requirement.specifier) or "any version"
-        yield start, canonicalize_name(requirement.name), pinned[0] if pinned else None, asked
+        for version in pinned or (None,):
+            yield start, canonicalize_name(requirement.name), version, asked
 
 
 def _file(text: str) -> tuple[str, str] | None:

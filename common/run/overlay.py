@@ -179,9 +179,9 @@ def _changes(text: str) -> Iterator[_Change]:
     if not re.search(r"^diff --git ", text, re.MULTILINE):
         import unidiff
 
-        if lost := re.search(r"^(?:Only in |Files .* differ$|\*\*\* |Cannot display).*", text, re.MULTILINE):
+        if lost := next(filter(_LOST.match, _outside(text)), ""):
             raise UserError(
-                f"The diff has changes that are no part of it ({lost[0][:80]}): make it with 'git diff' or 'diff -ruN'."
+                f"The diff has changes that are no part of it ({lost.strip()[:80]}): make it with 'git diff' or 'diff -ruN'."
             )
         try:
             for file in unidiff.PatchSet(text):
@@ -216,6 +216,25 @@ def _changes(text: str) -> Iterator[_Change]:
             or '"' in head.splitlines()[0],
             link=bool(re.search(r"mode 120000$|^index \S+ 120000$", head, re.MULTILINE)),
         )
+
+
+#: Between the parts of a ``diff -u``: what another tool than git might apply, and what diff says of files that it did not compare.
+_LOST = re.compile(
+    r"Only in |Files .* differ$|Binary files |File .* is a |\*\*\* |Cannot display|\s+(?:--- |\+\+\+ |@@ )|\d+(?:,\d+)?[acd]\d+"
+)
+
+
+def _outside(text: str) -> Iterator[str]:
+    """The lines of a diff that are in no hunk."""
+    old = new = 0
+    for line in text.split("\n"):
+        if old > 0 or new > 0:
+            old -= line[:1] in ("", " ", "-")
+            new -= line[:1] in ("", " ", "+")
+        elif hunk := re.match(r"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@", line):
+            old, new = (1 if count is None else int(count) for count in hunk.groups())
+        else:
+            yield line
 
 
 def _unquoted(name: str) -> str:
@@ -364,6 +383,9 @@ def _git(folder: Path, *options: str, text: str) -> subprocess.CompletedProcess[
         env={
             **{name: value for name, value in os.environ.items() if not name.startswith("GIT_")},
             "GIT_CEILING_DIRECTORIES": str(folder.parent),
+            # Nor is it the user's settings that say how exactly a diff has to fit.
+            "GIT_CONFIG_GLOBAL": os.devnull,
+            "GIT_CONFIG_NOSYSTEM": "1",
             "LC_ALL": "C",
         },
     )

@@ -350,7 +350,7 @@ class _Before:
                 yield told
 
     def _neighbour(self, seen: Seen, after: History) -> Was | None:
-        """For a release that was never run: the one before it, as released."""
+        """For a release that was never run: the one before it, as released; the last that told something, where this one does."""
         cell = seen.cell
         if cell.side != "unpatched" or cell.variant or cell.pack not in self.started:
             return None
@@ -361,11 +361,13 @@ class _Before:
             and order(s.version) < order(seen.version)
         ]
         older = [s for s in runs if s.cell.dist == cell.dist] or runs  # the first nightly follows the newest release
+        if history.is_told(seen):
+            older = [s for s in older if history.is_told(s)] or older
         return _was(max(older, key=lambda s: order(s.version), default=None))
 
 
 def _was(seen: Seen | None) -> Was | None:
-    return Was(seen.outcome, seen.shown, seen.version, seen.rows) if seen else None
+    return Was(seen.outcome, seen.word, seen.version, seen.rows) if seen else None
 
 
 def _on(machine: str, stored: History) -> dict[Cell, Seen]:
@@ -398,7 +400,7 @@ def _confirmed(changes: Sequence[Change], first: Sequence[Row], work: Work, pool
         if len(mine) > 1:
             document, log, others = receipt.majority(mine)
             receipt.write(work.results, c.cell, log, document, machine=work.machine, other_logs=others)
-        agree = words.count(c.after)
+        agree = words.count(c.shown)
         yield replace(c, kind=c.kind if agree == len(words) else "flaky", runs=len(words), agree=agree)
 
 

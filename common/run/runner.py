@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -41,7 +41,7 @@ from common.run.pool import Pool
 from common.scrub import Scrubber, allowed_env, plain
 from common.store import history, receipt
 from common.store.cell import Cell
-from common.store.grade import Verdict, grade
+from common.store.grade import FORM, Verdict, grade
 
 
 def run_all(
@@ -211,24 +211,41 @@ def _side(
             ran = _attempt(plan, release, cell, place, before, held, stop)
         except InfraError as error:
             ran = _Ran(closing={"exit": None, "stopped": "infra", "reason": "install", "message": str(error)})
-        scrub = _scrubber(plan, place, ran.environment)
-        checks = _own_checks(plan, cell) if ran.validate and plan.patch else 0
-        log = _log(plan, cell, ran, scrub, before.verdict.triggers if before else 0, checks)
-        verdict = grade(log)
+        log = partial(_log, plan, cell, ran, _scrubber(plan, place, ran.environment), before.verdict.triggers if before else 0)
+        written = log()
+        verdict = grade(written)
+        if plan.patch and before and ran.validate and verdict.outcome == "ABSENT":
+            own = _recorded_checks(plan, cell)
+            if own is None:
+                own = _own_checks(replace(plan, patch=None), release, cell, before, stop)
+            written = log(own)
+            verdict = grade(written)
         row = _row(plan, release, cell, ran, verdict)
         if verdict.outcome == "INFRA":  # What was stored before stays as it is.
             return row
-        document = _receipt(plan, release, cell, ran, verdict, log, started)
-    return replace(row, receipt=receipt.write(plan.results, cell, log, document, machine=plan.machine))
+        document = _receipt(plan, release, cell, ran, verdict, written, started)
+    return replace(row, receipt=receipt.write(plan.results, cell, written, document, machine=plan.machine))
 
 
-def _own_checks(plan: Plan, cell: Cell) -> int:
-    """How many checks of today's validate.py pass with the pack's own fix, in the record of this release and lane on such GPUs; 0 without one."""
+def _own_checks(plan: Plan, release: Release, cell: Cell, before: Row, stop: threading.Event | None) -> int:
+    """How many checks of validate.py pass with the pack's own fix, run here and now; 0 where it is not FIX_VALIDATED itself."""
+    with _folder(plan.cache, cell) as place, ExitStack() as held:
+        ran = _attempt(plan, release, cell, place, before, held, stop)
+        verdict = grade(_log(plan, cell, ran, _scrubber(plan, place, ran.environment), before.verdict.triggers))
+    return _deep(verdict.passed) if verdict.outcome == "ABSENT" else 0
+
+
+def _deep(passed: Iterable[str]) -> int:
+    return sum(name.startswith("validate: ") for name in passed)
+
+
+def _recorded_checks(plan: Plan, cell: Cell) -> int | None:
+    """The same as the record of this release, lane and variant on such GPUs has it; None without a fresh one."""
     stored = (seen for seen in history.load(RESULTS, [plan.pack]).runs if (seen.cell, seen.lane) == (cell, plan.lane))
     found = [seen.document() for seen in stored if seen.outcome == "ABSENT" and not seen.stale]
     mine = sorted(machine.architectures(machine.gpu())), len(machine.gpu())
     alike = [each for each in found if (sorted(machine.architectures(gpus := each.facts.environment.gpus)), len(gpus)) == mine]
-    return max((sum(name.startswith("validate: ") for name in each.predicate.passed_tests) for each in alike), default=0)
+    return max((_deep(each.predicate.passed_tests) for each in alike), default=None)
 
 
 def _receipt(plan: Plan, release: Release, cell: Cell, ran: _Ran, verdict: Verdict, log: str, started: str) -> receipt.Receipt:
@@ -442,7 +459,9 @@ def _compare(plan: Plan, there: Environment) -> None:
     if not there.python.exists():
         raise integrity.Tampered("its Python is gone")
     owned = there.lock is not None
-    integrity.verify(plan.pack.package, there.site, there.path, owned=owned, archive=there.archive, ours=there.ours)
+    integrity.verify(
+        plan.pack.package, there.site, there.path, owned=owned, first=there.on_path, archive=there.archive, ours=there.ours
+    )
 
 
 def _is_tampered(plan: Plan, there: Environment) -> bool:
@@ -540,13 +559,13 @@ def _subject(plan: Plan, release: Release, cell: Cell, there: Environment | None
     return receipt.Subject(name=file or f"{cell.dist}-{cell.version}", uri=uri, digest=digest)
 
 
-def _log(plan: Plan, cell: Cell, ran: _Ran, scrub: Scrubber, triggers: int, checks: int) -> str:
+def _log(plan: Plan, cell: Cell, ran: _Ran, scrub: Scrubber, triggers: int, checks: int | None = None) -> str:
     """The opening line (what was asked for), what the script printed, and the closing line (how it ended).
 
-    ``triggers`` ran unpatched, and ``checks`` of validate.py with the pack's own fix.
+    ``triggers`` ran unpatched, and ``checks`` of validate.py with the pack's own fix, where somebody else's is judged.
     """
     opening = {
-        "form": 2,
+        "form": FORM,
         "pack": cell.pack,
         "dist": cell.dist,
         "version": cell.version,
@@ -558,7 +577,7 @@ def _log(plan: Plan, cell: Cell, ran: _Ran, scrub: Scrubber, triggers: int, chec
         **({"patch": ran.patch} if ran.patch else {}),
         **({"sandbox": True} if plan.sandbox else {}),
         **({"triggers": triggers} if triggers else {}),
-        **({"checks": checks} if checks else {}),
+        **({} if checks is None else {"checks": checks}),
         **({"validate": True, "lines": ran.lines} if ran.validate else {}),
     }
     return f"{json.dumps({'runner': opening})}\n{_ended(ran.output)}{json.dumps({'runner': dict(ran.closing)})}\n"

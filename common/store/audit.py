@@ -8,16 +8,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 
 import msgspec
+from packaging.utils import canonicalize_name
 
 from common.errors import UserError
 from common.install import releases
 from common.install.machine import architectures
 from common.scrub import Scrubber, plain
 from common.store import receipt
-from common.store.grade import Disagreement, grade, split
+from common.store.grade import FORM, Disagreement, Verdict, grade, split
 from common.store.history import shown
 from common.store.receipt import Receipt
 
@@ -55,6 +57,12 @@ def _follows(path: Path, document: Receipt, log: str) -> Iterator[str]:
         yield "it is FIX_VALIDATED by repro.py alone, and its pack has a validate.py"
     if facts.command and opening.get("arguments") != facts.command[-len(opening["arguments"]) or len(facts.command) :]:
         yield "its command does not end with the arguments that its log names"
+    if facts.command[:1] not in ([], ["python"]):
+        yield f"its command is {plain(facts.command[0])}, and python was run"
+    if opening.get("form") != FORM:
+        yield f"its log is of form {plain(repr(opening.get('form')))}, and {FORM} is known"
+    yield from _surroundings(document)
+    yield from _other_side(path, document, verdict)
     uri = document.subject[0].uri
     named = [f"pkg:{kind}/{facts.dist}@{facts.version}" for kind in ("pypi", "generic")]
     if not uri.startswith("pkg:github/") and uri.partition("?repository_url=")[0] not in named:
@@ -75,6 +83,38 @@ def _follows(path: Path, document: Receipt, log: str) -> Iterator[str]:
     if "gpus" in opening and set(opening["gpus"]) != gpus:
         yield f"its GPUs are {', '.join(sorted(gpus)) or 'none'}, and its log names {', '.join(opening['gpus']) or 'none'}"
     yield from _other_runs(path, document)
+
+
+def _surroundings(document: Receipt) -> Iterator[str]:
+    """Where what a receipt says of its surroundings contradicts itself."""
+    facts = document.facts
+    try:
+        datetime.strptime(facts.started, "%Y-%m-%dT%H:%M:%SZ")
+    except ValueError:
+        yield f"it was started at {plain(facts.started)}, which is no time"
+    if not canonicalize_name(document.subject[0].name).startswith(canonicalize_name(facts.dist)):
+        yield f"its subject is the file {plain(document.subject[0].name)}, and not one of {facts.dist}"
+    held = {each.name: each.version for each in facts.environment.distributions}
+    for name, version in (("torch", facts.environment.torch), ("triton", facts.environment.triton)) if held else ():
+        if held.get(name) != version:
+            yield f"it ran with {name} {version}, and its environment holds {plain(str(held.get(name)))}"
+    own = held.get(canonicalize_name(facts.dist), "")
+    # A build says of itself where it is for: 2.13.0+cpu. A release that was not installed is in no environment.
+    if facts.stopped != "install" and held and facts.version not in (own, own.partition("+")[0]):
+        yield f"it is of {facts.dist} {facts.version}, and its environment holds {plain(own) or 'none'}"
+
+
+def _other_side(path: Path, document: Receipt, verdict: Verdict) -> Iterator[str]:
+    """Whether a side with a fix ran all triggers that the side without it ran, by the same script on the same machine."""
+    before = path.with_name(f"{document.cell.release.stem}.json")
+    if (document.facts.side, verdict.outcome) != ("patched", "ABSENT") or not before.is_file():
+        return
+    with suppress(UserError):
+        other = receipt.read(before)
+        same = [{n: d for n, d in each.hashes.items() if n.endswith("/repro.py")} for each in (document, other)]
+        ran = grade(receipt.read_log(before, other)).triggers
+        if same[0] == same[1] and verdict.triggers < ran:
+            yield f"{verdict.triggers} triggers ran, and {ran} on the unpatched side"
 
 
 def _other_runs(path: Path, document: Receipt) -> Iterator[str]:
@@ -135,10 +175,10 @@ class Known:
         unchecked: Collection[tuple[str, str]] | None = None,
     ) -> None:
         self.commits, self.results, self.unchecked = commits or {}, results, unchecked
-        self._installed: dict[tuple[str, str], set[str]] | None = None
+        self._installed: dict[tuple[str, str], dict[str, set[str]]] | None = None
 
-    def installed(self, published: Published) -> Mapping[tuple[str, str], set[str]]:
-        """What the RECORD of each release says, as records of runs of the index's own file have it."""
+    def installed(self, published: Published) -> Mapping[tuple[str, str], Mapping[str, set[str]]]:
+        """What the RECORD of each release says, as records of runs of the index's own files have it, by the file's sha256."""
         if self._installed is None:
             self._installed = {}
             for path in receipt.stored(self.results) if self.results else ():
@@ -147,8 +187,16 @@ class Known:
                     cell = document.cell
                     if document.subject[0].digest.sha256 in published.sha256(cell.dist, cell.version):
                         records = (d for d in document.facts.environment.distributions if d.name == cell.dist)
-                        self._installed.setdefault((cell.dist, cell.version), set()).update(d.record_sha256 for d in records)
+                        files = self._installed.setdefault((cell.dist, cell.version), {})
+                        files.setdefault(document.subject[0].digest.sha256 or "", set()).update(
+                            d.record_sha256 for d in records
+                        )
         return self._installed
+
+    def records(self, published: Published, document: Receipt) -> Collection[str]:
+        """What the RECORD that a receipt's file installed is, by all receipts of the same file."""
+        cell = document.cell
+        return self.installed(published).get((cell.dist, cell.version), {}).get(document.subject[0].digest.sha256 or "", ())
 
 
 def verify(path: Path, published: Published, *, reviewed: bool = False, known: Known | None = None) -> Iterator[str]:
@@ -204,10 +252,13 @@ def _recorded(document: Receipt, known: Known, published: Published) -> Iterator
         if published.answered(cell.dist):
             yield f"the index has no {cell.dist} {cell.version}"
     elif not digest.sha256:
-        if digest.record_sha256 not in known.installed(published).get((cell.dist, cell.version), ()):
+        if digest.record_sha256 not in set().union(*known.installed(published).get((cell.dist, cell.version), {}).values()):
             yield "it was made of an installed release, and no record of the index's own file installed the same"
     elif digest.sha256 not in wanted:
         yield f"its subject has sha256 {digest.sha256[:12]}…, and the index publishes {wanted[0][:12]}… for {cell.dist} {cell.version}"
+    # What is built may come out otherwise each time.
+    elif document.subject[0].name.endswith(".whl") and len(known.records(published, document)) > 1:
+        yield f"of this file of {cell.dist} {cell.version}, records say that it installed different files"
 
 
 def problems(

@@ -21,6 +21,8 @@ from typing import Any
 
 from common.scrub import plain
 
+#: Of the logs that are written today.
+FORM = 2
 #: The factor between bug error, limit and control error under which a numeric verdict is refused.
 MARGIN = 10.0
 EXIT = {"REPRODUCED": 10, "ABSENT": 0, "CHANGED": 125, "UNTESTABLE": 125, "MEASURED": 0}
@@ -130,8 +132,10 @@ def _grade(opening: dict[str, Any], body: list[str], closing: dict[str, Any]) ->
     # A lane of its own may run it, which computes what the first one compiles.
     deep = _of_script({**opening, "patch": None, "triggers": 0, "also": "interpreter"}, body[opening["lines"] :], second)
     if deep.outcome == "ABSENT":
-        count, own = len(deep.passed), opening.get("checks", 0)
-        if count < own:  # A diff that renames what a check looks for would be spared the check.
+        count, own = len(deep.passed), opening.get("checks")
+        if own == 0:
+            return Verdict(outcome="UNTESTABLE", reason="not-compared (the pack's own fix could not be run beside it)")
+        if own and count < own:  # A diff that renames what a check looks for would be spared the check.
             return Verdict(outcome="CHANGED", reason=f"validate: {count} checks ran, and {own} do with the pack's own fix")
         ran = f"{count} checks of validate.py passed"
         found = {**verdict.metrics, **({"validate": dict(deep.metrics)} if deep.metrics else {})}

@@ -198,6 +198,10 @@ def _seen(path: Path, document: Receipt, pack: Pack, freshness: _Freshness) -> S
     )
 
 
+#: sha256 of common/transforms.py from 2026-11-23 on.
+_TRANSFORMS = "277546333207cce3020e9be8443b29d70a5b4c1abdb305c58d5a2590aca4eddc"
+
+
 class _Freshness:
     """Today's hashes of each pack, side and lane, taken once."""
 
@@ -215,6 +219,8 @@ class _Freshness:
             self._today[key] = held.hashes(facts.side, of_lanes, facts.variant) if known else {}
         today = self._today[key]
         was = {n: today.get(n, d) if d in reportblock.EARLIER.get(n, ()) else d for n, d in document.hashes.items()}
+        if "transforms" in today:  # Receipts of before it was kept rest on what it was then.
+            was.setdefault("transforms", _TRANSFORMS)
         return was != today
 
 
@@ -233,6 +239,8 @@ class Judged(Protocol):
     @property
     def evidence(self) -> str: ...
     @property
+    def outcome(self) -> str: ...
+    @property
     def machine(self) -> str: ...
 
 
@@ -240,8 +248,16 @@ JudgedT = TypeVar("JudgedT", bound=Judged)
 
 
 def best(runs: Iterable[JudgedT]) -> JudgedT | None:
-    """The run to go by for one cell: a fresh one before a stale one, a sound before a flaky, then the strongest evidence."""
-    return max(runs, key=lambda seen: (not seen.stale, not seen.flaky, strength(seen.evidence), seen.machine), default=None)
+    """The run to go by for one cell: a fresh one before a stale one, a sound before a flaky, then the strongest evidence.
+
+    Of machines that do not agree, one that shows the bug counts, then one that does not know: nobody is told that it is not there.
+    """
+
+    def weight(seen: JudgedT) -> tuple[bool, bool, int, bool, bool, str]:
+        level = not seen.stale, not seen.flaky, strength(seen.evidence)
+        return *level, seen.outcome == "REPRODUCED", seen.outcome != "ABSENT", seen.machine
+
+    return max(runs, key=weight, default=None)
 
 
 def cured(seen: Seen, sides: Mapping[str, Iterable[Seen]]) -> bool:
@@ -270,17 +286,31 @@ class Change:
     after: str
     evidence: str
     machine: str
+    #: `shown` of the run after, by which runs are told apart.
+    shown: str
+    #: Rows of the contract that turned, and whether each is right now.
+    turned: Mapping[str, bool] = field(default_factory=dict, hash=False)
     runs: int = 1
     agree: int = 1
 
     def __str__(self) -> str:
-        since = f" in {self.before_version}" if self.before_version != self.cell.version else ""
+        other = self.before_version != self.cell.version
+        named = {word: "; ".join(r for r, ok in self.turned.items() if ok is right) for word, right in _TURNED}
+        rows = " · ".join(f"now {word}: {found}" for word, found in named.items() if found)
+        if self.before == self.after:
+            text = rows + (f", unlike {self.before_version}" if other else "")
+        else:
+            since = f" in {self.before_version}" if other else ""
+            text = f"{self.before or 'not seen before'}{since} → {self.after}" + (f" ({rows})" if rows else "")
         count = f" ({self.agree} of {self.runs} runs)" if self.runs > 1 else ""
-        return f"{self.cell}: {self.before or 'not seen before'}{since} → {self.after}{count}, {self.evidence}"
+        return f"{self.cell}: {text}{count}" + (f", {self.evidence}" if self.evidence != "none" else "")
 
     def to_dict(self) -> dict[str, Any]:
         rest = asdict(self)
-        return {"text": str(self), **rest.pop("cell"), **rest}
+        return {"text": str(self), **rest.pop("cell"), **{name: value for name, value in rest.items() if name != "shown"}}
+
+
+_TURNED = (("wrong", False), ("right", True))
 
 
 def change(side: str, before: str, after: str) -> str | None:
@@ -324,29 +354,34 @@ def changed(before: Before, seen: Seen) -> Change | None:
         kind = "fixed" if all(turns.values()) else "regressed"
     if kind is None:
         return None
-    after = seen.word
-    for word, right in (("wrong", False), ("right", True)):
-        if rows := [row for row, ok in turns.items() if ok is right]:
-            after += f" (now {word}: {'; '.join(rows)})"
     return Change(
         kind=kind,
         cell=seen.cell,
         before=before.word,
         before_version=before.version,
-        after=after,
+        after=seen.word,
         evidence=seen.evidence,
         machine=seen.machine,
+        shown=seen.shown,
+        turned=turns,
     )
 
 
 def transitions(runs: Iterable[Seen]) -> Iterator[Change]:
-    """What changed from release to release, going by the best run of each, as released."""
+    """What changed from release to release, going by the best run of each, as released; past releases that told nothing."""
     before: Seen | None = None
+    known: Seen | None = None
     for sides in releases(runs).values():
         if seen := best(sides.get("unpatched", ())):
-            if before and (told := changed(before, seen)):
+            if told := (before and changed(before, seen)) or (known and changed(known, seen) if is_told(seen) else None):
                 yield told
             before = seen
+            known = seen if is_told(seen) else known
+
+
+def is_told(seen: Before) -> bool:
+    """Whether a run says something of what the pack asks."""
+    return seen.outcome in ("REPRODUCED", "ABSENT", "MEASURED")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
