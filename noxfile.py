@@ -240,7 +240,7 @@ def verify(session: nox.Session) -> None:
 
 @nox.session(name="new-pack", default=False)
 def new_pack(session: nox.Session) -> None:
-    """Create the skeleton of a pack: nox -s new-pack -- 21 slug [--package NAME]."""
+    """Create the skeleton of a pack: nox -s new-pack -- 50 slug [--package NAME]."""
     runner(session, "new-pack", *session.posargs)
 
 

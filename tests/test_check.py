@@ -14,7 +14,8 @@ from helpers import ROOT
 
 from common.cli import main
 from common.errors import UserError
-from common.publish import affected, stack
+from common.install import stack
+from common.publish import affected
 
 
 def run(capsys, *words):

@@ -14,8 +14,9 @@ from rich.text import Text
 from common.cli import common, report
 from common.errors import UserError
 from common.files import RESULTS
+from common.install import stack
 from common.packs.pack import numbered
-from common.publish import affected, formats, stack
+from common.publish import affected, formats
 from common.publish.affected import Finding, Upgrade
 from common.publish.formats import Report
 from common.scrub import plain

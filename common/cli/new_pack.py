@@ -24,7 +24,7 @@ Next (docs/adding-a-pack.md says more):
 
 
 def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:
-    parser.add_argument("number", type=int, help="two digits that no pack has had, e.g. 21")
+    parser.add_argument("number", type=int, help="two digits that no pack has had, e.g. 50")
     parser.add_argument("slug", help="lower-case words joined by underscores, e.g. mimo_reduce")
     parser.add_argument("--package", default="example", help="the upstream's name on PyPI")
     parser.add_argument("--title", default="", help="what breaks: the first line of the bug report")

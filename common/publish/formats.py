@@ -12,8 +12,8 @@ from typing import Any
 from urllib.parse import quote
 
 from common import __version__
+from common.install.stack import Stack
 from common.publish.affected import Finding, Upgrade
-from common.publish.stack import Stack
 from common.scrub import md
 
 
