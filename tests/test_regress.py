@@ -309,7 +309,7 @@ def test_two_writers_of_one_cell_leave_a_whole_pair(cache, tmp_path):
         (["--jobs", "0"], "--jobs 0"),
         (["--confirm", "0"], "--confirm 0"),
         (["--machine", "a/b"], "is not a folder name"),
-        (["--pack", "00", "--results", "README.md"], "README.md"),
+        (["--pack", "00", "--dry-run", "--results", "README.md"], "README.md is not a folder: name one with --results."),
         pytest.param(
             ["--pack", "00", "--results", "RESULTS", "--scheduler", "tcp://127.0.0.1:9"],
             "No dask scheduler answers at",

@@ -63,6 +63,8 @@ def session(
     if not getattr(options, "dry_run", False):
         formatted(packs, out)
     results = (options.results or RESULTS).resolve()
+    if results.exists() and not results.is_dir():
+        raise UserError(f"{results} is not a folder: name one with --results.")
     jobs = options.jobs or plans.default_jobs("device")
     there: AbstractContextManager[Pool] = (
         pool.cluster(options.scheduler, options.jobs) if options.scheduler else pool.threads(jobs)

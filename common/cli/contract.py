@@ -50,11 +50,16 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
             line = f"{contract.MARKS[result.ok]} {package} {result.version}  {result.saw}  {result.seen.path.relative_to(root)}"
             out.print(Text(line, COLOURS[result.ok]), soft_wrap=True)
     else:
-        table = Table("", *(f"{c.pack.package}\n{c.pack.name}" for c in found), pad_edge=False, header_style="bold")
+        # Names that a narrow terminal would cut stand below the table.
+        wide = out.width >= 40 + sum(len(c.pack.package) + 3 for c in found)
+        heads = (f"{c.pack.package}\n{c.pack.name}" if wide else c.pack.name for c in found)
+        table = Table("", *heads, pad_edge=False, header_style="bold")
         for row in rows:
             cells = [(contract.said(column, row), column.newest(row)) for column in found]
             table.add_row(row, *(Text(text, COLOURS[result.ok if result else None]) for text, result in cells))
         out.print(table)
+        if not wide:
+            out.print(" · ".join(f"{c.pack.name} {c.pack.package}" for c in found), markup=False)
         out.print("✓ as torch does · ✗ not, in these releases · – not taken; --row ROW shows what was seen", markup=False)
     return common.OK
 

@@ -56,12 +56,16 @@ def pull_request(upstream: str, number: int, cache: Path) -> tuple[Path, str]:
     return place, checkouts.git(place, "rev-parse", ref).stdout.decode().strip()
 
 
+#: Bytes of a diff.
+_LARGEST = 64 << 20
+
+
 def of_diff(given: str, cache: Path) -> Path:
     """The file of a diff that is given as a file, as an address (of a pull request or a commit on GitHub, too), or as "-"."""
     if given != "-" and not re.match(r"https?://", given):
         return Path(given)
     if given == "-":
-        name, data = "stdin", sys.stdin.buffer.read()
+        name, data = "stdin", sys.stdin.buffer.read(_LARGEST + 1)
     else:
         import requests  # which takes a moment, and is seldom wanted
 
@@ -74,6 +78,8 @@ def of_diff(given: str, cache: Path) -> Path:
                 f"--patch {given} cannot be fetched ({type(error).__name__}): save the diff, and name the file."
             ) from error
         name, data = Path(page[1] if page else given).stem, answer.content
+    if len(data) > _LARGEST:
+        raise UserError(f"--patch {given} is larger than {_LARGEST >> 20} MiB: name a diff of the package's own files.")
     path = cache / "patches" / f"{re.sub(r'[^A-Za-z0-9._-]', '-', name)}-{hashlib.sha256(data).hexdigest()[:12]}.diff"
     write_atomically(path, data)
     return path
