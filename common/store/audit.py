@@ -248,7 +248,7 @@ def _recorded(document: Receipt, known: Known, published: Published) -> Iterator
         yield f"its subject is of the index {plain(index) or 'that uv is configured with'}, and its pack names another"
     if not wanted:
         if told.startswith("pkg:generic/") and not published.answered(cell.dist):
-            published.warn(f"{cell.dist} {cell.version} was run from a wheel at hand, which no index was seen to have.")
+            published.warn(f"{cell.dist} {cell.version} was run from a wheel at hand, and is compared with no index.")
         if published.answered(cell.dist):
             yield f"the index has no {cell.dist} {cell.version}"
     elif not digest.sha256:
