@@ -1,4 +1,4 @@
-"""``python -m common``: run packs, attach their output, add a pack. The nox sessions call this."""
+"""``python -m common``: a command a module; the nox sessions call this."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""For who works on this repository: benchmarks, and cutting GPU libraries to size."""
+"""For who works on this repository: mutants of the packs, benchmarks, and cutting GPU libraries to size."""

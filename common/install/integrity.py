@@ -110,10 +110,10 @@ def _of_archive(archive: Path) -> dict[str, str]:
     """The files of a wheel, or those below an sdist's one folder, with their hashes."""
     if archive.name.endswith(".whl"):
         with zipfile.ZipFile(archive) as opened:
-            return {info.filename: _digest(opened.read(info)) for info in opened.infolist() if not info.is_dir()}
+            return {info.filename: record_digest(opened.read(info)) for info in opened.infolist() if not info.is_dir()}
     with tarfile.open(archive) as tar:
         members = ((member, tar.extractfile(member)) for member in tar if member.isfile())
-        return {member.name.partition("/")[2]: _digest(file.read()) for member, file in members if file}
+        return {member.name.partition("/")[2]: record_digest(file.read()) for member, file in members if file}
 
 
 def record_sha256(dist: importlib.metadata.Distribution) -> str:
@@ -128,10 +128,11 @@ def sha256(path: Path) -> str:
     """The file's sha256 as a RECORD writes it; empty when it is no file. Symbolic links are not followed: wheels have none."""
     if path.is_symlink() or not path.is_file():
         return ""
-    return _digest(path.read_bytes())
+    return record_digest(path.read_bytes())
 
 
-def _digest(data: bytes) -> str:
+def record_digest(data: bytes) -> str:
+    """A sha256 as RECORD writes it."""
     return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
 
 

@@ -9,6 +9,8 @@ import hashlib
 import re
 import sys
 import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from common.errors import UserError
@@ -40,13 +42,21 @@ def wheel(pack: Pack, variant: str, directory: Path | None, cache: Path) -> Path
     )
 
 
-def pull_request(upstream: str, number: int, cache: Path) -> tuple[Path, str]:
-    """A repository that holds the head of a pull request, and its commit."""
-    place, ref = cache / "sources" / upstream.replace("/", "+"), f"refs/pull/{number}/head"
+@contextmanager
+def _bare(upstream: str, cache: Path) -> Iterator[Path]:
+    """Our repository of what was fetched of an upstream, held alone."""
+    place = cache / "sources" / upstream.replace("/", "+")
     place.mkdir(parents=True, exist_ok=True)
     with locked(place.with_suffix(".lock")):
         if not (place / "HEAD").is_file():
             checkouts.git(place, "init", "--quiet", "--bare")
+        yield place
+
+
+def pull_request(upstream: str, number: int, cache: Path) -> tuple[Path, str]:
+    """A repository that holds the head of a pull request, and its commit."""
+    ref = f"refs/pull/{number}/head"
+    with _bare(upstream, cache) as place:
         done = checkouts.git(place, "fetch", "--quiet", "--depth=1", f"https://github.com/{upstream}", f"+{ref}:{ref}")
     if done.returncode:
         raise UserError(
@@ -97,11 +107,7 @@ def _missing(directory: Path, commit: str) -> str:
 
 def _fetched(upstream: str, commit: str, cache: Path) -> tuple[Path, str]:
     """A repository with that commit alone, and why not."""
-    place = cache / "sources" / upstream.replace("/", "+")
-    place.mkdir(parents=True, exist_ok=True)
-    with locked(place.with_suffix(".lock")):
-        if not (place / "HEAD").is_file():
-            checkouts.git(place, "init", "--quiet", "--bare")
+    with _bare(upstream, cache) as place:
         if _missing(place, commit):
             done = checkouts.git(place, "fetch", "--quiet", "--depth=1", f"https://github.com/{upstream}", commit)
             if done.returncode:

@@ -1,1 +1,1 @@
-"""Lanes: what lets a release's own code run on a machine without a GPU. One module a lane; see docs/evidence.md."""
+"""Lanes: what lets a release's own code run on a machine without a GPU. One module a lane, and what starts one; see docs/evidence.md."""

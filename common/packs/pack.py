@@ -1,4 +1,4 @@
-"""A pack: one upstream bug. Found by listing ``packs/``, described by its ``pack.toml``."""
+"""A pack: one upstream bug, or one claim that is measured. Found by listing ``packs/``, described by its ``pack.toml``."""
 
 from __future__ import annotations
 
