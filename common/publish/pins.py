@@ -93,7 +93,7 @@ class Advice:
         )
         if near is None:
             return "no release that was run is known to be free of a bug that a pack looks for"
-        return f"no release is known to be free of all bugs that the packs look for; fewest has {near.version}: {state(near)}"
+        return f"no release is known to be free of all bugs that the packs look for; {near.version} has the fewest: {state(near)}"
 
 
 def advise(
