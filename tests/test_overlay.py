@@ -220,6 +220,14 @@ def test_what_another_tool_would_apply_is_refused(site, tmp_path, part):
         apply_patch(tmp_path / "a.diff", "toy", "1.0", "src/", site, tmp_path / "overlay")
 
 
+@pytest.mark.parametrize(
+    "prose", ["    @@ -1,2 +1,2 @@ is quoted\n", " --- was wrong\n", "12d5 in main\n", "File toy is a package; see there\n"]
+)
+def test_words_before_a_diff_are_words(site, tmp_path, prose):
+    (tmp_path / "a.diff").write_text(prose + PLAIN)
+    assert "sum(xs)" in apply_patch(tmp_path / "a.diff", "toy", "1.0", "src/", site, tmp_path / "overlay").diff
+
+
 def test_a_line_of_a_hunk_may_look_like_another_part(site, tmp_path):
     (tmp_path / "a.diff").write_text(
         PLAIN.replace("+    return sum(xs)", '+    return sum(xs)\n+    "--- a"').replace("+1,2", "+1,3")

@@ -4,6 +4,7 @@ import json
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jsonschema
 import msgspec
@@ -17,6 +18,7 @@ from packaging.requirements import Requirement
 from common.files import RESULTS
 from common.packs.pack import NO_FAULT, all_packs, find
 from common.publish import pins, timeline
+from common.run import regress
 from common.store import history
 from common.store.cell import Cell
 from common.store.grade import Verdict
@@ -115,6 +117,16 @@ def test_a_change_is_told_past_releases_that_tell_nothing(letters, told):
     assert [f"{c.kind} {c.cell.version}" for c in history.transitions(runs_of(letters))] == told
 
 
+@pytest.mark.parametrize(
+    ("letters", "told"), [("RCR", ["regressed"]), ("RUA", ["fixed"]), ("AUR", ["regressed"]), ("AUA", []), ("RU", ["broken"])]
+)
+def test_a_new_release_is_compared_past_those_that_tell_nothing(letters, told):
+    runs = runs_of(letters)
+    compared = regress._Before._neighbours(SimpleNamespace(started=["pack09"]), runs[-1], History(runs=runs))
+    changes = filter(None, (history.changed(was, runs[-1]) for was in compared))
+    assert [change.kind for change in changes][:1] == told
+
+
 @pytest.mark.parametrize("machine", ["a", "z"])
 def test_of_machines_that_do_not_agree_the_one_with_the_bug_counts(machine):
     runs = [seen("1.0", "ABSENT", machine="m"), seen("1.0", "REPRODUCED", machine=machine)]
@@ -162,6 +174,8 @@ def test_what_is_not_known_is_not_advised_and_what_has_no_such_api_is():
     advice = pins.advise(PACK.package, [PACK, other], History(runs=[*runs, had]))
     assert advice.pin is None
     assert pins.state(advice.releases[0]) == "not known (pack77: its API is gone or has another name)"
+    lacking = pins.Verdicts(version="1.0", untold={"pack77": pins.NO_API})
+    assert pins.state(lacking) == "without the API of pack77", "which nobody found right"
     assert advised("UNTESTABLE", reason="import") is None
     assert advised("UNTESTABLE", reason="no-device") is None
     assert advised("CHANGED") is None

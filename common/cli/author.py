@@ -19,13 +19,12 @@ from common.run.plan import Plan, Row
 
 def proposed(rows: Sequence[Row]) -> Iterator[str]:
     """The lines of `pinned` and `[expected]` that the runs of ``rows`` would be as expected by: neighbours that show the same are one range."""
-    shown = sorted(
-        (row for row in rows if row.cell.side == "unpatched" and row.receipt), key=lambda row: Version(row.cell.version)
-    )
+    of_releases = [row for row in rows if row.cell.side == "unpatched" and row.receipt and not row.cell.variant]
+    shown = sorted(of_releases, key=lambda row: Version(row.cell.version))
+    if not shown and any(row.cell.variant for row in rows):
+        raise UserError("[expected] is of runs without arguments, and these had some: leave them out.")
     if not shown:
         raise UserError("No release could be run, so that nothing can be proposed.")
-    if variant := shown[0].cell.variant:
-        raise UserError(f"[expected] is of runs without arguments: leave out those of {variant}.")
     versions = [Version(row.cell.version) for row in shown]
     pieces = [list(same) for _, same in groupby(shown, key=lambda row: str(row.verdict))]
     ranges, at = [], 0

@@ -85,11 +85,12 @@ def verify(
         if digest and sha256(site / file) != digest:
             raise Tampered(f"{file} is {'not what was installed' if (site / file).is_file() else 'gone'}")
     known = set(listed).union(*(files for _, folder, files in others if folder == site))
+    known |= {file.removeprefix("../../") for file in known}  # pip install --target puts below it what is listed as beside lib/
     tops = {PurePosixPath(file).parts[0] for file in shipped}
     if owned or first:
         # Scripts are listed as ../../bin/….
         tops |= {entry.name for entry in site.iterdir()} - {*OURS, *(() if owned else ("bin",))}
-    for file in _unlisted(site, tops, known, owned=owned):
+    for file in _unlisted(site, tops, known, owned=owned, first=first):
         raise Tampered(f"{file} was not installed")
 
 
@@ -161,7 +162,7 @@ def _others(package: str, path: Sequence[Path]) -> list[tuple[str, Path, set[str
     return found
 
 
-def _unlisted(site: Path, tops: Iterable[str], known: set[str], *, owned: bool) -> Iterator[str]:
+def _unlisted(site: Path, tops: Iterable[str], known: set[str], *, owned: bool, first: bool) -> Iterator[str]:
     """Importable files at or below ``tops`` that no RECORD lists.
 
     Hidden folders are left out: nothing is imported from them, and compilers keep caches there.
@@ -178,5 +179,6 @@ def _unlisted(site: Path, tops: Iterable[str], known: set[str], *, owned: bool) 
                 continue
             if any(part.startswith(".") for part in file.parts[:-1]):
                 continue
-            if owned or not name.endswith(".pyc"):
+            # What Python compiled from a file lies in __pycache__; byte code beside it has no source.
+            if owned or not name.endswith(".pyc") or (first and "__pycache__" not in file.parts):
                 yield name

@@ -93,7 +93,7 @@ class Advice:
         )
         if near is None:
             return "no release that was run is known to be free of a bug that a pack looks for"
-        return f"no release is known to be free of all bugs that the packs look for; {near.version} has the fewest: {state(near)}"
+        return f"no release is known to be free of all bugs that the packs look for; of those that a pack found right, the fewest are wrong or not known in {near.version}: {state(near)}"
 
 
 def advise(
@@ -118,7 +118,9 @@ def advise(
         for version, sides in history.releases(stored.of(pack.name, package)).items():
             if seen := best(sides.get("unpatched", ())):
                 verdicts.setdefault(version, {})[pack.name] = seen
-    first: dict[str, Version] = {}
+    # A nightly comes after the releases.
+    before = {pack.name for pack in about if package != pack.package and _shown(stored.of(pack.name, pack.package))}
+    first = dict.fromkeys(before, Version("0.dev0"))
     for version in sorted(verdicts, key=order):
         for name, seen in verdicts[version].items():
             if seen.outcome == "REPRODUCED":
@@ -162,6 +164,10 @@ def advise(
         ),
         is_partial=only is not None,
     )
+
+
+def _shown(runs: Iterable[history.Seen]) -> bool:
+    return any(seen.outcome == "REPRODUCED" for seen in runs)
 
 
 def _together(package: str, packs: Iterable[Pack], stored: History) -> Iterator[str]:
@@ -248,7 +254,8 @@ def state(release: Verdicts) -> str:
     if lacking := [name for name, why in release.untold.items() if why == NO_API]:
         parts.append(f"without the API of {', '.join(lacking)}")
     parts += [release.barred] if release.barred else []
-    return "; ".join(parts if release.wrong or unknown or release.barred else ["right", *parts])
+    alone = release.right and not (release.wrong or unknown or release.barred)
+    return "; ".join(["right", *parts] if alone else parts) or "right"
 
 
 #: What a constraints file of ours begins with.

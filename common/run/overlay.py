@@ -179,7 +179,8 @@ def _changes(text: str) -> Iterator[_Change]:
     if not re.search(r"^diff --git ", text, re.MULTILINE):
         import unidiff
 
-        if lost := next(filter(_LOST.match, _outside(text)), ""):
+        if found := _LOST.search("\n".join(_outside(text))):
+            lost = found[0]
             raise UserError(
                 f"The diff has changes that are no part of it ({lost.strip()[:80]}): make it with 'git diff' or 'diff -ruN'."
             )
@@ -220,7 +221,9 @@ def _changes(text: str) -> Iterator[_Change]:
 
 #: Between the parts of a ``diff -u``: what another tool than git might apply, and what diff says of files that it did not compare.
 _LOST = re.compile(
-    r"Only in |Files .* differ$|Binary files |File .* is a |\*\*\* |Cannot display|\s+(?:--- |\+\+\+ |@@ )|\d+(?:,\d+)?[acd]\d+"
+    r"^(?:Only in .*|Files .* differ$|File .* is a .* while file .*|\*\*\* .*|Cannot display.*"
+    r"|[ \t]+--- .*\n[ \t]+\+\+\+ .*|\d+(?:,\d+)?[acd]\d+(?:,\d+)?$)",
+    re.MULTILINE,
 )
 
 

@@ -342,18 +342,15 @@ class _Before:
             seen = now.get(cell)
             if seen is None or seen.stopped == "skipped":
                 continue  # not there yet, or it follows from the other side, which is told
-            if was is None:
-                was = self._neighbour(seen, after)
-            if was is None:
-                continue
-            if told := history.changed(was, seen):
+            compared = [was] if was else self._neighbours(seen, after)
+            if told := next(filter(None, (history.changed(each, seen) for each in compared)), None):
                 yield told
 
-    def _neighbour(self, seen: Seen, after: History) -> Was | None:
-        """For a release that was never run: the one before it, as released; the last that told something, where this one does."""
+    def _neighbours(self, seen: Seen, after: History) -> Iterator[Was]:
+        """For a release that was never run: the one before it, as released; and the last that told something, where this one does."""
         cell = seen.cell
         if cell.side != "unpatched" or cell.variant or cell.pack not in self.started:
-            return None
+            return
         runs = [
             s
             for s in after.runs
@@ -361,9 +358,9 @@ class _Before:
             and order(s.version) < order(seen.version)
         ]
         older = [s for s in runs if s.cell.dist == cell.dist] or runs  # the first nightly follows the newest release
-        if history.is_told(seen):
-            older = [s for s in older if history.is_told(s)] or older
-        return _was(max(older, key=lambda s: order(s.version), default=None))
+        for those in (older, [s for s in older if history.is_told(s) and history.is_told(seen)]):
+            if was := _was(max(those, key=lambda s: order(s.version), default=None)):
+                yield was
 
 
 def _was(seen: Seen | None) -> Was | None:

@@ -206,20 +206,18 @@ def _side(
     cell = plan.cell(release, side)
     started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     with writing(plan.cache), ExitStack() as held:
-        place = held.enter_context(_folder(plan.cache, cell))
+        place, environment = held.enter_context(_folder(plan.cache, cell)), held.enter_context(ExitStack())
+        triggers, own = before.verdict.triggers if before else 0, dict[str, Any]()
         try:
-            ran = _attempt(plan, release, cell, place, before, held, stop)
+            ran = _attempt(plan, release, cell, place, before, environment, stop)
+            so_far = grade(_log(plan, cell, ran, _scrubber(plan, place, ran.environment), triggers, own)).outcome
+            if plan.patch and before and plan.pack.fix.is_file() and ran.validate and so_far == "ABSENT":
+                environment.close()  # It may have to be made anew.
+                own = _recorded_checks(plan, cell) or _own_checks(replace(plan, patch=None), release, cell, before, stop)
         except InfraError as error:
             ran = _Ran(closing={"exit": None, "stopped": "infra", "reason": "install", "message": str(error)})
-        log = partial(_log, plan, cell, ran, _scrubber(plan, place, ran.environment), before.verdict.triggers if before else 0)
-        written = log()
+        written = _log(plan, cell, ran, _scrubber(plan, place, ran.environment), triggers, own)
         verdict = grade(written)
-        if plan.patch and before and ran.validate and verdict.outcome == "ABSENT":
-            own = _recorded_checks(plan, cell)
-            if own is None:
-                own = _own_checks(replace(plan, patch=None), release, cell, before, stop)
-            written = log(own)
-            verdict = grade(written)
         row = _row(plan, release, cell, ran, verdict)
         if verdict.outcome == "INFRA":  # What was stored before stays as it is.
             return row
@@ -227,25 +225,27 @@ def _side(
     return replace(row, receipt=receipt.write(plan.results, cell, written, document, machine=plan.machine))
 
 
-def _own_checks(plan: Plan, release: Release, cell: Cell, before: Row, stop: threading.Event | None) -> int:
-    """How many checks of validate.py pass with the pack's own fix, run here and now; 0 where it is not FIX_VALIDATED itself."""
+def _own_checks(plan: Plan, release: Release, cell: Cell, before: Row, stop: threading.Event | None) -> dict[str, Any]:
+    """How many checks of validate.py pass with the pack's own fix, run here and now; 0 where it is not FIX_VALIDATED itself, and what it is."""
     with _folder(plan.cache, cell) as place, ExitStack() as held:
         ran = _attempt(plan, release, cell, place, before, held, stop)
-        verdict = grade(_log(plan, cell, ran, _scrubber(plan, place, ran.environment), before.verdict.triggers))
-    return _deep(verdict.passed) if verdict.outcome == "ABSENT" else 0
+        verdict = grade(_log(plan, cell, ran, _scrubber(plan, place, ran.environment), before.verdict.triggers, {}))
+    if verdict.outcome == "INFRA":
+        raise InfraError(f"The pack's own fix, which is run beside a diff, ended in {verdict}: run it again.")
+    return {"checks": _deep(verdict.passed)} if verdict.outcome == "ABSENT" else {"checks": 0, "own": str(verdict)}
 
 
 def _deep(passed: Iterable[str]) -> int:
     return sum(name.startswith("validate: ") for name in passed)
 
 
-def _recorded_checks(plan: Plan, cell: Cell) -> int | None:
-    """The same as the record of this release, lane and variant on such GPUs has it; None without a fresh one."""
+def _recorded_checks(plan: Plan, cell: Cell) -> dict[str, Any]:
+    """The same as the record of this release, lane and variant on such GPUs has it; empty without a fresh one."""
     stored = (seen for seen in history.load(RESULTS, [plan.pack]).runs if (seen.cell, seen.lane) == (cell, plan.lane))
     found = [seen.document() for seen in stored if seen.outcome == "ABSENT" and not seen.stale]
     mine = sorted(machine.architectures(machine.gpu())), len(machine.gpu())
     alike = [each for each in found if (sorted(machine.architectures(gpus := each.facts.environment.gpus)), len(gpus)) == mine]
-    return max((_deep(each.predicate.passed_tests) for each in alike), default=None)
+    return {"checks": max(_deep(each.predicate.passed_tests) for each in alike)} if alike else {}
 
 
 def _receipt(plan: Plan, release: Release, cell: Cell, ran: _Ran, verdict: Verdict, log: str, started: str) -> receipt.Receipt:
@@ -559,10 +559,10 @@ def _subject(plan: Plan, release: Release, cell: Cell, there: Environment | None
     return receipt.Subject(name=file or f"{cell.dist}-{cell.version}", uri=uri, digest=digest)
 
 
-def _log(plan: Plan, cell: Cell, ran: _Ran, scrub: Scrubber, triggers: int, checks: int | None = None) -> str:
+def _log(plan: Plan, cell: Cell, ran: _Ran, scrub: Scrubber, triggers: int, own: Mapping[str, Any]) -> str:
     """The opening line (what was asked for), what the script printed, and the closing line (how it ended).
 
-    ``triggers`` ran unpatched, and ``checks`` of validate.py with the pack's own fix, where somebody else's is judged.
+    ``triggers`` ran unpatched; ``own`` says how many checks of validate.py pass with the pack's own fix, where somebody else's is judged.
     """
     opening = {
         "form": FORM,
@@ -577,7 +577,7 @@ def _log(plan: Plan, cell: Cell, ran: _Ran, scrub: Scrubber, triggers: int, chec
         **({"patch": ran.patch} if ran.patch else {}),
         **({"sandbox": True} if plan.sandbox else {}),
         **({"triggers": triggers} if triggers else {}),
-        **({} if checks is None else {"checks": checks}),
+        **own,
         **({"validate": True, "lines": ran.lines} if ran.validate else {}),
     }
     return f"{json.dumps({'runner': opening})}\n{_ended(ran.output)}{json.dumps({'runner': dict(ran.closing)})}\n"

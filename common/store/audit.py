@@ -111,7 +111,10 @@ def _other_side(path: Path, document: Receipt, verdict: Verdict) -> Iterator[str
         return
     with suppress(UserError):
         other = receipt.read(before)
-        same = [{n: d for n, d in each.hashes.items() if n.endswith("/repro.py")} for each in (document, other)]
+        same = [
+            (each.facts.lane, {n: d for n, d in each.hashes.items() if n.rpartition("/")[2] == "repro.py"})
+            for each in (document, other)
+        ]
         ran = grade(receipt.read_log(before, other)).triggers
         if same[0] == same[1] and verdict.triggers < ran:
             yield f"{verdict.triggers} triggers ran, and {ran} on the unpatched side"

@@ -134,7 +134,9 @@ def _grade(opening: dict[str, Any], body: list[str], closing: dict[str, Any]) ->
     if deep.outcome == "ABSENT":
         count, own = len(deep.passed), opening.get("checks")
         if own == 0:
-            return Verdict(outcome="UNTESTABLE", reason="not-compared (the pack's own fix could not be run beside it)")
+            return Verdict(
+                outcome="UNTESTABLE", reason=plain(f"not-compared (the pack's own fix is {opening.get('own')} here)")
+            )
         if own and count < own:  # A diff that renames what a check looks for would be spared the check.
             return Verdict(outcome="CHANGED", reason=f"validate: {count} checks ran, and {own} do with the pack's own fix")
         ran = f"{count} checks of validate.py passed"

@@ -294,6 +294,11 @@ class Change:
     agree: int = 1
 
     def __str__(self) -> str:
+        return f"{self.cell}: {self.told}"
+
+    @property
+    def told(self) -> str:
+        """What changed, without of what."""
         other = self.before_version != self.cell.version
         named = {word: "; ".join(r for r, ok in self.turned.items() if ok is right) for word, right in _TURNED}
         rows = " · ".join(f"now {word}: {found}" for word, found in named.items() if found)
@@ -303,7 +308,7 @@ class Change:
             since = f" in {self.before_version}" if other else ""
             text = f"{self.before or 'not seen before'}{since} → {self.after}" + (f" ({rows})" if rows else "")
         count = f" ({self.agree} of {self.runs} runs)" if self.runs > 1 else ""
-        return f"{self.cell}: {text}{count}" + (f", {self.evidence}" if self.evidence != "none" else "")
+        return f"{text}{count}" + (f", {self.evidence}" if self.evidence != "none" else "")
 
     def to_dict(self) -> dict[str, Any]:
         rest = asdict(self)
