@@ -210,8 +210,8 @@ def _side(
         triggers, own = before.verdict.triggers if before else 0, dict[str, Any]()
         try:
             ran = _attempt(plan, release, cell, place, before, environment, stop)
-            so_far = grade(_log(plan, cell, ran, _scrubber(plan, place, ran.environment), triggers, own)).outcome
-            if plan.patch and before and plan.pack.fix.is_file() and ran.validate and so_far == "ABSENT":
+            log = partial(_log, plan, cell, ran, _scrubber(plan, place, ran.environment), triggers, {})
+            if plan.patch and before and plan.pack.fix.is_file() and ran.validate and grade(log()).outcome == "ABSENT":
                 environment.close()  # It may have to be made anew.
                 own = _recorded_checks(plan, cell) or _own_checks(replace(plan, patch=None), release, cell, before, stop)
         except InfraError as error:
