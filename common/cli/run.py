@@ -227,8 +227,7 @@ def _judged(plan: Plan, chosen: Sequence[Release], options: argparse.Namespace, 
     if not (plan.checkout or options.propose or failures or surprising):
         parts.append(report.ending(rows, len(missing)))
     if plan.results.resolve() != RESULTS and plan.pack.kind != "selftest" and not (review or options.propose):
-        keep = not (plan.release_path or (plan.here and not plan.wheels))
-        parts += report.compared(rows, history.load(RESULTS, [plan.pack]), keep=keep)
+        parts += report.compared(rows, history.load(RESULTS, [plan.pack]), keep=not _is_as_installed(plan))
     for part in parts if rows else ():
         out.print(part)
     if options.propose:
@@ -293,9 +292,14 @@ def _with_commits(
     return found, missing
 
 
+def _is_as_installed(plan: Plan) -> bool:
+    """Whether what is run was found installed, and not made from a file of the release."""
+    return plan.release_path is not None or (plan.here and not plan.wheels)
+
+
 def _of_the_index(plan: Plan) -> None:
     """What is recorded of a release rests on the files that the index has of it, and on no others that bear its version."""
-    if plan.release_path or (plan.here and not plan.wheels):
+    if _is_as_installed(plan):
         raise UserError("--record keeps what was seen of a release's own file: name it with --wheel, or leave --record out.")
     if not plan.wheels:
         return

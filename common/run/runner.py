@@ -208,15 +208,18 @@ def _side(
     with writing(plan.cache), ExitStack() as held:
         place, environment = held.enter_context(_folder(plan.cache, cell)), held.enter_context(ExitStack())
         triggers, own = before.verdict.triggers if before else 0, dict[str, Any]()
+
+        def log() -> str:
+            return _log(plan, cell, ran, _scrubber(plan, place, ran.environment), triggers, own)
+
         try:
             ran = _attempt(plan, release, cell, place, before, environment, stop)
-            log = partial(_log, plan, cell, ran, _scrubber(plan, place, ran.environment), triggers, {})
             if plan.patch and before and plan.pack.fix.is_file() and ran.validate and grade(log()).outcome == "ABSENT":
                 environment.close()  # It may have to be made anew.
                 own = _recorded_checks(plan, cell) or _own_checks(replace(plan, patch=None), release, cell, before, stop)
         except InfraError as error:
             ran = _Ran(closing={"exit": None, "stopped": "infra", "reason": "install", "message": str(error)})
-        written = _log(plan, cell, ran, _scrubber(plan, place, ran.environment), triggers, own)
+        written = log()
         verdict = grade(written)
         row = _row(plan, release, cell, ran, verdict)
         if verdict.outcome == "INFRA":  # What was stored before stays as it is.
