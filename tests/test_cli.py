@@ -78,6 +78,7 @@ def test_somebody_elses_diff_is_judged_on_both_sides(cli, cache, tmp_path):
     done = cli("run", "pack00", "--release", "1.0", "--patch", tmp_path / "old.diff", cache=cache)
     assert done.returncode == 2
     assert "does not apply to reproducer-toy 1.0" in done.stderr
+    assert "BUG_REPRODUCED" not in done.stdout + done.stderr, "it is told before anything is run"
     done = cli("run", "pack00", "--release", "2.0,1.0", "--patch", tmp_path / "good.diff", cache=cache)
     assert done.returncode == 1, "among several releases, one that the diff does not fit does not stop the others"
     assert "2.0 patched: expected NOTHING_TO_FIX" in " ".join(done.stdout.split())

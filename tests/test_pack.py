@@ -3,6 +3,7 @@
 import ast
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 from packaging.requirements import Requirement
@@ -151,6 +152,15 @@ def test_validate_in_a_lane_of_its_own_is_hashed_with_that_lane():
     assert pack.checked_in("device") == "device"
     assert "tilelang==0.1.15" in pack.varied("", pack.checked_in("tilelang-codegen")).requires
     assert "tilelang==0.1.8" in pack.varied("", "tilelang-codegen").requires
+
+
+def test_validate_in_a_lane_without_pins_of_its_own_leaves_the_unpatched_side_alone():
+    pack = find("pack09")
+    names = {
+        side: {path.name for path in lanes.files_of(pack, "triton-interpreter", side, "")} for side in ("unpatched", "patched")
+    }
+    assert "triton_interpreter_math.py" in names["patched"] - names["unpatched"]
+    assert pack.hashes("unpatched") == replace(pack, validate_lane=None).hashes("unpatched")
 
 
 def imported(path):

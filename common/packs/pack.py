@@ -251,7 +251,7 @@ class Pack:
             "memory": self.memory,
             "timeout": self.timeout,
             "wheels": hashlib.sha256((self.folder / self.wheels).read_bytes()).hexdigest() if self.wheels else None,
-            **({"validate_lane": self.pins.get(self.validate_lane)} if self.validate_lane else {}),
+            **({"validate_lane": pins} if (pins := self.pins.get(self.validate_lane or "")) else {}),
         }
 
 

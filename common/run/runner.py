@@ -362,6 +362,9 @@ def _attempt(
             raise UserError(f"{cell.dist} {cell.version} cannot be installed: {error}") from error
         return _Ran(closing={"exit": None, "stopped": "install", "message": scrub(str(error))})
     scrub = _scrubber(plan, place, there)
+    if plan.patch and not plan.several and cell.side == "unpatched":  # One that does not fit is told before anything is run.
+        with tempfile.TemporaryDirectory(dir=place) as tried:
+            _with_the_diff(plan, cell, there, Path(tried) / "overlay")
     try:
         patch = _overlay(plan, cell, there, place, before, scrub) if cell.side == "patched" else None
     except AnchorError as error:
@@ -512,6 +515,12 @@ def installed(
     return environments.made(wanted, cache, stop=stop)
 
 
+def _with_the_diff(plan: Plan, cell: Cell, there: Environment, target: Path) -> overlay.Patched:
+    assert plan.patch is not None
+    beside = [Requirement(each).name for each in plan.pack.beside]
+    return overlay.apply_patch(plan.patch, plan.pack.package, cell.version, plan.pack.prefix, there.site, target, beside)
+
+
 def _overlay(plan: Plan, cell: Cell, there: Environment, place: Path, before: Row | None, scrub: Scrubber) -> dict[str, Any]:
     """Fill the overlay from the fix or the diff under review; what it was, as the receipt has it."""
     target = place / "overlay"
@@ -519,9 +528,7 @@ def _overlay(plan: Plan, cell: Cell, there: Environment, place: Path, before: Ro
     with writing(target):
         if plan.patch is not None:
             try:
-                beside = [Requirement(each).name for each in plan.pack.beside]
-                names = plan.pack.package, cell.version, plan.pack.prefix
-                patched = overlay.apply_patch(plan.patch, *names, there.site, target, beside)
+                patched = _with_the_diff(plan, cell, there, target)
             except UserError as error:
                 # Among several releases, one that the diff does not fit is a row; alone, it is a mistake in the call.
                 if not plan.several:

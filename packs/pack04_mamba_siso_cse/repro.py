@@ -14,6 +14,7 @@ Runs on an NVIDIA GPU. Exits with 10 (BUG_REPRODUCED: more than one is written),
 import argparse
 import importlib.util
 import os
+import re
 from importlib.metadata import version
 
 os.environ["TRITON_ALWAYS_COMPILE"] = "1"  # a cache would hide what is written
@@ -21,9 +22,7 @@ import torch
 import triton
 
 interpreted, device = (True, "cpu") if os.environ.get("TRITON_INTERPRET") == "1" else (False, "cuda")
-SHAPE = (
-    (1, 37, 2, 4, 32, 64, 16) if interpreted else (1, 4096, 1, 24, 128, 64, 32)
-)  # B, S, G, H, N, P, chunk (the last three differ)
+SHAPE = (1, 37, 2, 4, 32, 64, 16) if interpreted else (1, 4096, 1, 24, 128, 64, 32)  # B, S, G, H, N, P, chunk
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 autotune = triton.autotune  # slow, and may choose another config for each side: each kernel gets its first of 4 warps
 triton.autotune = lambda configs, **rest: autotune([c for c in configs if c.num_warps == 4][:1] or configs[:1], **rest)
@@ -54,7 +53,7 @@ def inputs(B, S, G, H, N, P):
 
 
 def products():
-    """Filled from now on: the shapes of each product that the interpreter executes, or the text of each kernel that is compiled."""
+    """Filled from now on: the shapes of both sides of each product that the interpreter executes, or that is written in a kernel."""
     owner = triton.runtime.interpreter.InterpreterBuilder if interpreted else triton.compiler.ASTSource
     name, seen = "create_dot" if interpreted else "make_ir", []
     method = getattr(owner, name)
@@ -65,7 +64,9 @@ def products():
             manager = triton._C.libtriton.ir.pass_manager(made.context)
             triton._C.libtriton.passes.common.add_inliner(manager)
             manager.run(made, "inliner")
-        seen.append((given[0].data.shape, given[1].data.shape) if interpreted else str(made))
+        types = [] if interpreted else re.findall(r"tt\.dot .*: tensor<([\dx]+)x\w+> \* tensor<([\dx]+)x\w+>", str(made))
+        written = [[[int(n) for n in side.split("x")] for side in sides] for sides in types]
+        seen.extend([[t.data.shape for t in given[:2]]] if interpreted else written)
         return made
 
     setattr(owner, name, kept)
@@ -83,10 +84,9 @@ def main():
     check("control", "gradients are finite, and none is zero", all(t.grad.isfinite().all() and t.grad.any() for t in leaves))
 
     def count(inner):
-        """How often a chunk computes [chunk, inner] x [inner, chunk]. V @ dO^T is the only such product over P, K @ Q^T over N."""
-        if interpreted:
-            return seen.count(((chunk, inner), (inner, chunk))) / (B * H * -(-S // chunk))
-        return sum("".join(seen).count(f": tensor<{chunk}x{inner}x{t}> * tensor<{inner}x{chunk}x{t}>") for t in ("bf16", "f32"))
+        """[chunk, inner] x [inner, chunk] products of a chunk, each matrix of a rank-3 dot for one. V @ dO^T has P inside, K @ Q^T N."""
+        alike = [a for a, b in seen if (*a[-2:], *b[-2:]) == (chunk, inner, inner, chunk)]
+        return sum(math.prod(a[:-2]) for a in alike) / (B * H * -(-S // chunk) if interpreted else 1)
 
     FACTS["metrics"] |= {"V @ dO^T": count(P), "K @ Q^T": count(N)}
     check("control", "both products are found: the counting works", count(N) >= 1 and count(P) >= 1)

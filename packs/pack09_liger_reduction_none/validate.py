@@ -83,8 +83,7 @@ tokens, spread, scales = (
 )
 OPTIONS = {
     "use_token_scaling": True,
-    # Triton's interpreter cannot run the release's own softcap, whatever the reduction.
-    **({"softcap": 3.0} if device == "cuda" else {}),
+    "softcap": 3.0,
     "ignore_index": int(y[3]),
     "label_smoothing": 0.1,
     "lse_square_scale": 1e-3,
