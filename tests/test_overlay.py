@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from common.errors import AnchorError, UserError
 from common.install.integrity import distribution
-from common.run.overlay import apply_fix, apply_patch, diff, drop
+from common.run.overlay import apply_fix, apply_patch, changed, diff, drop
 from common.transforms import insert_after, insert_before, replace
 
 SOURCE = "def total(xs):\n    return xs[0] * len(xs)\n"
@@ -284,3 +284,46 @@ def test_no_such_distribution(site):
     assert distribution("Toy", site).version == "1.0"
     with pytest.raises(UserError, match="holds no installed other"):
         distribution("other", site)
+
+
+def test_what_is_changed_is_named_by_function(tmp_path):
+    before = """
+import os
+
+LIMIT = 1
+
+
+def first():
+    return 1
+
+
+class Layer(Base):
+    size = 2
+
+    def forward(self):
+        return 1
+
+    def backward(self):
+        return 2
+"""
+    after = before.replace("import os", "import os  # a comment\nimport sys").replace("Layer(Base)", "Layer(Other)")
+    after = after.replace("        return 2", "        return 3\n\n    def __deepcopy__(self, memo):\n        return self")
+    for folder, text in (("site", before), ("overlay", after)):
+        (tmp_path / folder / "toy").mkdir(parents=True)
+        (tmp_path / folder / "toy" / "a.py").write_text(text)
+        (tmp_path / folder / "toy" / "same.py").write_text("x = 1\n")
+        (tmp_path / folder / "toy" / "table.json").write_text(f'"{folder}"')
+    found = changed(tmp_path / "site", tmp_path / "overlay")
+    assert found == {
+        "toy/a.py",
+        "toy/a.py: Layer",
+        "toy/a.py: Layer.backward",
+        "toy/a.py: Layer.__deepcopy__",
+        "toy/table.json",
+    }
+    (tmp_path / "overlay" / "toy" / "a.py").write_text("def broken(:\n")
+    (tmp_path / "overlay" / "toy" / "table.json").unlink()
+    (tmp_path / "overlay" / "toy" / "new.py").write_text("def more():\n    pass\n")
+    (tmp_path / "overlay" / "toy" / "same.py").write_text("x = 1  # a comment\n")
+    found = changed(tmp_path / "site", tmp_path / "overlay")
+    assert {"toy/a.py", "toy/a.py: Layer.forward", "toy/new.py: more", "toy/same.py", "toy/table.json"} <= found

@@ -5,6 +5,7 @@ The installed release is never changed. The unified diff between the two is an o
 
 from __future__ import annotations
 
+import ast
 import difflib
 import os
 import re
@@ -135,10 +136,7 @@ def plain_name(name: str) -> str:
 def diff(site: Path, overlay: Path) -> str:
     """Unified diff, with ``a/`` and ``b/`` prefixes, of the overlay's text files against the release's; deletions, too."""
     parts: list[str] = []
-    tops = [entry.name for entry in overlay.iterdir()]
-    names = {p.relative_to(overlay).as_posix() for p in overlay.rglob("*") if p.is_file()}
-    names |= {p.relative_to(site).as_posix() for top in tops for p in (site / top).rglob("*") if p.is_file()}
-    for name in sorted(name for name in names if not name.endswith(".pyc")):
+    for name in _files(site, overlay):
         old, new = site / name, overlay / name
         before, after = (path.read_bytes() if path.exists() else b"" for path in (old, new))
         if before == after and old.exists() == new.exists():
@@ -154,6 +152,53 @@ def diff(site: Path, overlay: Path) -> str:
         )
         parts += [line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines]
     return "".join(parts)
+
+
+def _files(site: Path, overlay: Path) -> list[str]:
+    """The files of an overlay, and of the release below the folders that are in it."""
+    tops = [entry.name for entry in overlay.iterdir()]
+    names = {p.relative_to(overlay).as_posix() for p in overlay.rglob("*") if p.is_file()}
+    names |= {p.relative_to(site).as_posix() for top in tops for p in (site / top).rglob("*") if p.is_file()}
+    return sorted(name for name in names if not name.endswith(".pyc"))
+
+
+def changed(site: Path, overlay: Path) -> set[str]:
+    """What an overlay changes of a release: ``file: Class.function``, ``file: Class`` or ``file`` for what stands in no function."""
+    found: set[str] = set()
+    for name in _files(site, overlay):
+        old, new = (each.read_bytes() if each.exists() else b"" for each in (site / name, overlay / name))
+        if old != new:
+            before, after = (_definitions(text, name) for text in (old, new))
+            found |= {part for part in {*before, *after} if before.get(part) != after.get(part)} or {name}
+    return found
+
+
+def _definitions(text: bytes, name: str) -> dict[str, list[str]]:
+    """Each part of a Python file as `changed` names it, and its syntax, in which comments and lines do not count."""
+    if not name.endswith(".py"):
+        return {name: [text.decode("utf-8", "replace")]}
+    try:
+        module = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return {name: [text.decode("utf-8", "replace")]}
+    found: dict[str, list[str]] = {}
+
+    def note(nodes: Sequence[ast.stmt], within: str) -> None:
+        place = f"{name}: {within}" if within else name
+        for node in nodes:
+            inside = f"{within}.{node.name}" if within and hasattr(node, "name") else getattr(node, "name", "")
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(f"{name}: {inside}", []).extend(
+                    ast.dump(each) for each in (*node.bases, *node.keywords, *node.decorator_list)
+                )
+                note(node.body, inside)
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                found.setdefault(f"{name}: {inside}", []).append(ast.dump(node))
+            else:
+                found.setdefault(place, []).append(ast.dump(node))
+
+    note(module.body, "")
+    return found
 
 
 def _lines(data: bytes) -> list[str]:

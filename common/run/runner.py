@@ -538,6 +538,8 @@ def _overlay(plan: Plan, cell: Cell, there: Environment, place: Path, before: Ro
             more = {
                 key: [scrub(plain(file)) for file in getattr(patched, key)] for key in ("applied", "skipped", "unsupported")
             }
+            if plan.pack.fix.is_file():
+                more["beyond"] = [scrub(plain(part)) for part in _beyond(plan, there, place)]
             more["unpatched"] = before.verdict.outcome if before else ""
         else:
             fix = transforms.load_fix(plan.pack.fix)
@@ -546,6 +548,15 @@ def _overlay(plan: Plan, cell: Cell, there: Environment, place: Path, before: Ro
     sha256 = hashlib.sha256(text.encode()).hexdigest()
     write_atomically(plan.cache / "diffs" / f"{sha256}.diff", text)
     return {"name": name, "sha256": sha256, **more}
+
+
+def _beyond(plan: Plan, there: Environment, place: Path) -> list[str]:
+    """What somebody's diff, which fills the overlay, changes and the pack's own fix leaves alone."""
+    own: set[str] = set()
+    with suppress(AnchorError), tempfile.TemporaryDirectory(dir=place) as folder:
+        overlay.apply_fix(transforms.load_fix(plan.pack.fix), there.site, target := Path(folder) / "overlay")
+        own = overlay.changed(there.site, target)
+    return sorted(overlay.changed(there.site, place / "overlay") - own)
 
 
 def _subject(plan: Plan, release: Release, cell: Cell, there: Environment | None) -> receipt.Subject:

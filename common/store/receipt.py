@@ -106,6 +106,8 @@ class Patch(_Strict):
     applied: list[str] | UnsetType = UNSET
     skipped: list[str] | UnsetType = UNSET
     unsupported: list[str] | UnsetType = UNSET
+    #: Functions, and other parts of files, that the diff changes and the pack's own fix leaves alone.
+    beyond: list[str] | UnsetType = UNSET
 
 
 class Distribution(_Strict):

@@ -1,16 +1,38 @@
-"""The deep check of pack03's fix: values, one FP8 operand, other formats, storages, other dtypes, gradients, padded rows; plain tensors as before.
+"""The deep check of pack03's fix: values, one FP8 operand, other formats, storages, other dtypes, gradients, padded rows; plain tensors as released.
 
 Runs after repro.py on the patched side. A refusal is as good as a warning, as in repro.py.
 """
 
 import gc
 import importlib
+import sys
 import weakref
+from pathlib import Path
 from unittest import mock
 
 import repro
 import torch
 from repro import calls, check, finish, fp8, inputs, refuses, used
+
+KEYLESS = 7  # a row that attends to no key, whose output and gradient are zero
+
+
+def as_released():
+    """repro's three modules of megatron-core as they are released, with all that they import: what hides it on sys.path is left out for once."""
+    patched, ours = (
+        {"dsa": repro.dsa, "mla": repro.mla, "fwd": repro.fwd},
+        lambda: [n for n in sys.modules if n.split(".")[0] == "megatron"],
+    )
+    overlay, known = str(Path(repro.dsa.__file__).parents[5]), {name: sys.modules.pop(name) for name in ours()}
+    sys.path.remove(overlay)
+    importlib.invalidate_caches()
+    own = {name: importlib.import_module(module.__name__) for name, module in patched.items()}
+    assert all(own[name].__file__ != module.__file__ for name, module in patched.items())
+    for name in ours():
+        del sys.modules[name]
+    sys.path.insert(0, overlay)
+    sys.modules.update(known)
+    return own
 
 
 def plain(pair, want):
@@ -54,13 +76,15 @@ def trained(role, at, call, given, want, order, others):
     torch.manual_seed(1)
     out, gradient = first(out), torch.randn(first(out).shape, dtype=torch.bfloat16, device=repro.device)
     handed, back = [], [torch.randn_like(t) for t in want]
+    arrive = [back[0].clone(), back[1]]
+    arrive[0][..., KEYLESS, :, :] = 0
     backward = lambda q, kv, *more, **named: handed.append((q, kv, [*more, *named.values()])) or back  # noqa: E731
     with mock.patch.multiple(repro.mla, sparse_mla_bwd=backward, sparse_mla_delta=lambda o, do: do):
         got, launched, _ = used(lambda: torch.autograd.grad(out, leaves, gradient))
     same = len(handed) == len(launched) == 1 and plain(handed[0][:2], want) and plain(launched[0][:2], map(padded, want))
     found = [*handed[0][2], *rest(launched[0])] if same else None
     check(role, f"{at}: the backward's kernels get the same, plain", same and (others is None or alike(found, others)))
-    check(role, f"{at}: its gradients arrive", isinstance(got, tuple) and plain(got, map(order, back)))
+    check(role, f"{at}: its gradients arrive", isinstance(got, tuple) and plain(got, map(order, arrive)))
     return found
 
 
@@ -122,13 +146,22 @@ def ways(*given):
         yield "SparseMLA in three dimensions", call, (q[0], k[0], indices[0], scale), [t[0] for t in turned]
 
 
+def tensors():
+    """How many tensors Python knows."""
+    gc.collect()
+    return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+
+
 def changed(at, call, q8, k8, more, order, others):
-    """Nothing is remembered of an FP8 tensor: its bytes may change, as kernels change them, or its scale; its bytes may be another one's, too; and it may go."""
+    """Nothing is kept or remembered of an FP8 tensor: its bytes may change, as kernels change them, or its scale; its bytes may be another one's, too; and it may go."""
 
     def again(what, query, key):
         judged(f"{at}: {what}", call, (query, key, *more), [order(t.dequantize()) for t in (query, key)], others)
 
     used(call, q8, k8, *more)
+    before = tensors()
+    used(call, q8, k8, *more)
+    check("trigger", f"{at}: no tensor is left of a call", tensors() <= before)
     k8._data.copy_(k8._data.flip(0))
     again("a key that has changed since", q8, k8)
     k8._data.data.copy_(k8._data.flip(-1))  # no version is counted
@@ -176,17 +209,53 @@ def still_taken():
             check("control", f"{where}, {name}: bf16 reaches the kernel without a warning", same and not warned)
 
 
+def turned_down(released):
+    """What the dispatcher has no kernel for goes not to one, of plain tensors either."""
+    query, key, indices = inputs(2)
+    heads = torch.cat((query, query[:, :, :8]), 2)
+    for what, given in (
+        ("512 channels", (query[..., :512], key[..., :512], indices, repro.SCALE, repro.VALUE)),
+        ("256 channels of values", (query, key, indices, repro.SCALE, 256)),
+        ("60 keys a token", (query, key, indices[..., :60], repro.SCALE, repro.VALUE)),
+        ("24 heads", (heads, key, indices, repro.SCALE, repro.VALUE)),
+        ("no scale", (query, key, indices, None, repro.VALUE)),
+    ):
+        each = []
+        for modules in (released, {name: getattr(repro, name) for name in released}):
+            with mock.patch.multiple(repro, **modules):
+                out, launched, warned = used(repro.dsa.fused_sparse_mla_absorbed, *given)
+                each.append([type(out), len(warned), *(value for launch in launched for value in rest(launch))])
+        check("control", f"{what}: the dispatcher does with bf16 what the release's does", alike(*each))
+
+
+def batch(*sizes):
+    """As repro.inputs, with a row that attends to no key."""
+    query, key, indices = inputs(*sizes)
+    indices = indices.clone()
+    indices[:, KEYLESS] = -1
+    return query, key, indices
+
+
 def main():
-    for B, S, H in ((1, 256, 16), (2, 256, 16), (1, 100, 128)):
-        for name, call, (q, k, *more), turned in ways(*inputs(B, S, H)):
+    released = as_released()
+    turned_down(released)
+    for B, S, H in ((1, 256, 16), (2, 512, 16), (1, 100, 128)):
+        own = []  # what the release's own modules hand out, build, launch and hand back
+        with mock.patch.multiple(repro, **released):
+            for name, call, (q, k, *more), turned in ways(*batch(B, S, H)):
+                order = (lambda t: t) if name != "the dispatcher" else (lambda t: t.permute(1, 0, 2, 3))
+                out, launched, _ = used(call, q, k, *more)
+                after = trained("control", f"B={B}, S={S}, H={H}, {name}: released", call, (q, k, *more), turned, order, None)
+                own.append(([first(out), *rest(launched[0])], after))
+        for (name, call, (q, k, *more), turned), (others, after) in zip(ways(*batch(B, S, H)), own, strict=True):
             at, direct = f"B={B}, S={S}, H={H}, {name}", name != "the dispatcher"
             order = (lambda t: t) if direct else (lambda t: t.permute(1, 0, 2, 3))
             for what, pair in (("bf16", (q, k)), ("parameters", map(torch.nn.Parameter, (q, k)))):
                 out, launched, warned = used(call, *pair, *more)
                 same = len(launched) == 1 and all(map(torch.equal, launched[0][:2], map(padded, turned)))
-                check("control", f"{at}: {what} as they are, and without a warning", same and not warned)
-            others = [first(out), *rest(launched[0])]
-            after = trained("control", f"{at}: bf16", call, (q, k, *more), turned, order, None)
+                same = same and not warned and alike([first(out), *rest(launched[0])], others)
+                check("control", f"{at}: {what} as they are, as the release does, and without a warning", same)
+            trained("control", f"{at}: bf16", call, (q, k, *more), turned, order, after)
             for (kind, q8, q_is), (_, k8, k_is) in zip(kinds(q), kinds(k), strict=True):
                 if direct and "storage" in kind:
                     continue  # autograd.Function takes what is no tensor as it is, and then has no gradient to give it
