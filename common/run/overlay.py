@@ -175,29 +175,28 @@ def changed(site: Path, overlay: Path) -> set[str]:
 
 def _definitions(text: bytes, name: str) -> dict[str, list[str]]:
     """Each part of a Python file as `changed` names it, and its syntax, in which comments and lines do not count."""
+    whole = {name: [text.decode("utf-8", "replace")]}
     if not name.endswith(".py"):
-        return {name: [text.decode("utf-8", "replace")]}
+        return whole
     try:
         module = ast.parse(text)
     except (SyntaxError, ValueError):
-        return {name: [text.decode("utf-8", "replace")]}
+        return whole
     found: dict[str, list[str]] = {}
 
-    def note(nodes: Sequence[ast.stmt], within: str) -> None:
-        place = f"{name}: {within}" if within else name
+    def note(nodes: Sequence[ast.stmt], within: tuple[str, ...]) -> None:
         for node in nodes:
-            inside = f"{within}.{node.name}" if within and hasattr(node, "name") else getattr(node, "name", "")
+            parts: list[ast.AST] = [node]
+            inside = within
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                inside = *within, node.name
             if isinstance(node, ast.ClassDef):
-                found.setdefault(f"{name}: {inside}", []).extend(
-                    ast.dump(each) for each in (*node.bases, *node.keywords, *node.decorator_list)
-                )
+                parts = [*node.bases, *node.keywords, *node.decorator_list]
                 note(node.body, inside)
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                found.setdefault(f"{name}: {inside}", []).append(ast.dump(node))
-            else:
-                found.setdefault(place, []).append(ast.dump(node))
+            place = f"{name}: {'.'.join(inside)}" if inside else name
+            found.setdefault(place, []).extend(map(ast.dump, parts))
 
-    note(module.body, "")
+    note(module.body, ())
     return found
 
 
