@@ -27,7 +27,7 @@ def test_the_receipts_are_what_the_readme_says():
     runs = {(s.version, s.side, s.machine, s.cell.variant): s for s in history.load(files.RESULTS, [PACK]).runs if s.side}
     readme = (PACK.folder / "README.md").read_text()
     row = next(line for line in readme.splitlines() if line.startswith("| 0.8.0"))
-    for machine in ("linux-x86_64-cpu", "linux-x86_64-nvidia-h100-80gb-hbm3"):
+    for machine in ("linux-x86_64-cpu", "linux-x86_64-nvidia-h200"):
         bad, good = (runs["0.19.2", side, machine, ""] for side in ("unpatched", "patched"))
         assert not bad.stale
         assert not good.stale
@@ -35,8 +35,7 @@ def test_the_receipts_are_what_the_readme_says():
         assert not any(found["cast"] for found in new.values())
         assert all(name in row for found in old.values() for name in found["cast"])
     old, new = (
-        runs["0.19.2", side, "linux-x86_64-nvidia-h100-80gb-hbm3", "mamba3"].document().facts.metrics
-        for side in ("unpatched", "patched")
+        runs["0.19.2", side, "linux-x86_64-nvidia-h200", "mamba3"].document().facts.metrics for side in ("unpatched", "patched")
     )
     said = old["Mamba3 MIMO"]["in a Float16Module"]["said"].partition(": ")[2]
     assert said in readme

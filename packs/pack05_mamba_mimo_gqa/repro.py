@@ -23,7 +23,6 @@ on_cpu = os.environ.get("TRITON_INTERPRET") == "1"  # the lane's: kernels run on
 device, dtype, LIMIT = ("cpu", torch.float32, 1e-5) if on_cpu else ("cuda", torch.bfloat16, 0.02)
 B, S, H, R, N, P, CHUNK = (2, 16, 6, 2, 16, 16, 8) if on_cpu else (2, 256, 16, 4, 128, 64, 16)
 LENGTHS = (S // 2 + 1, 1, S // 2 - 2)  # of the sequences that varlen packs into one
-parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 
 
 def release():
@@ -32,18 +31,15 @@ def release():
     if importlib.util.find_spec("mamba_ssm.ops.tilelang") is None:
         finish("UNTESTABLE", "no-api")
     import tilelang.language  # noqa: F401
-    import triton
 
     logging.disable(logging.WARNING)  # TileLang says of every kernel that it is compiled, or was
     from mamba_ssm.ops.tilelang.mamba3 import mamba3_mimo
 
-    for module in [module for name, module in sys.modules.items() if name.startswith("mamba_ssm.ops.triton")]:
-        for kernel in vars(module).values():  # autotuning of the small kernels beside these takes minutes
-            if isinstance(kernel, triton.runtime.Autotuner):
-                kernel.configs = kernel.configs[:1]
-    gpu = "device:sm_{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else "none"
-    FACTS.update(file=sys.modules[mamba3_mimo.mamba_mimo_bwd_combined.__module__].__file__)
-    FACTS.update(version=version("mamba-ssm"), evidence="interpreter" if on_cpu else gpu)
+    modules = [module for name, module in sys.modules.items() if name.startswith("mamba_ssm.ops.triton")]
+    for kernel in [value for module in modules for value in vars(module).values() if hasattr(value, "configs")]:
+        kernel.configs = kernel.configs[:1]  # autotuning of the small kernels beside these takes minutes
+    FACTS.update(file=sys.modules[mamba3_mimo.mamba_mimo_bwd_combined.__module__].__file__, version=version("mamba-ssm"))
+    FACTS["evidence"] = "interpreter" if on_cpu else "device:sm_{}{}".format(*torch.cuda.get_device_capability())
     FACTS["metrics"]["tilelang"] = version("tilelang")
     return mamba3_mimo
 
@@ -165,5 +161,5 @@ sys.excepthook, threading.excepthook = unexpected, in_a_thread
 # --- end of report/1 ---
 
 if __name__ == "__main__":
-    parser.parse_args()
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     main()

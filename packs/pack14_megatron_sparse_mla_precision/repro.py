@@ -16,16 +16,9 @@ from importlib.metadata import version
 
 import torch
 
-parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 OPS = "megatron.core.transformer.experimental_attention_variant.ops"
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-S, H, D, TAIL, TOPK = (
-    4096,
-    64,
-    512,
-    64,
-    2048,
-)  # tokens, heads, channels of the values, of the keys beside them, keys of each token
+S, H, D, TAIL, TOPK = 4096, 64, 512, 64, 2048  # tokens, heads, channels of values, of keys beside them, keys of a token
 
 
 def release():
@@ -86,9 +79,7 @@ def error(got, want):
 def main():
     fwd, bwd = release()
     if not HOPPER:
-        print(
-            "It needs a Hopper GPU, and there is none here. `nox -s pack14 -- --variant lower` compiles the kernels without one."
-        )
+        print("This needs a Hopper GPU; without one, `nox -s pack14 -- --variant lower` compiles the kernels.")
         finish("UNTESTABLE", "no-device")
     FACTS["evidence"] = "device:sm_90"
     for name, sharpness in (("flat", 0.3), ("as drawn", 1.0), ("peaked", 4.0)):
@@ -98,11 +89,8 @@ def main():
             off, least = error(got, want), error(want.bfloat16(), want)
             FACTS["metrics"][f"{name} {what}"] = {"error": off, "least": least}
             check("control", f"{name}: {what} is a gradient", error=off, limit=5e-2)
-            check(
-                "trigger",
-                f"{name}: {what} is {off / least:.2f} times as far off as bf16 has to be, less than 4",
-                off < 4 * least,
-            )
+            times = f"{off / least:.2f} times as far off as bf16 has to be, less than 4"
+            check("trigger", f"{name}: {what} is {times}", off < 4 * least)
     finish()
 
 
@@ -173,5 +161,5 @@ sys.excepthook, threading.excepthook = unexpected, in_a_thread
 # --- end of report/1 ---
 
 if __name__ == "__main__":
-    parser.parse_args()
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     main()

@@ -21,15 +21,18 @@ def model(mamba_mixer, mamba3, config):
     built = torch.nn.ModuleDict({name.replace(" ", "_"): layer for name, layer in layers(mamba_mixer, mamba3, config).items()})
     linear = built["Linear_in_fp32"]
     linear.tied, linear.twin = built["MambaMixer"].D, linear.weight
-    linear.frozen = torch.nn.Parameter(torch.rand(5, device=device), requires_grad=False)
+    for name in ("frozen", "kept"):
+        setattr(linear, name, torch.nn.Parameter(torch.rand(5, device=device), requires_grad=False))
     linear.register_buffer("unsaved", torch.rand(7, device=device), persistent=False)
     linear.register_buffer("plain", torch.rand(7, device=device))
     linear.register_buffer("marked", torch.rand(7, device=device))
-    linear.register_buffer("count", torch.arange(3, device=device))
+    for kind in (torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64):
+        linear.register_buffer(str(kind).rpartition(".")[2], torch.arange(3, device=device).to(kind))
     linear.register_buffer("fp64", torch.rand(3, device=device, dtype=torch.float64))
     halves = [torch.rand(3, device=device).to(dtype) for dtype in (torch.bfloat16, torch.float16)]
     linear.halves = torch.nn.ParameterList(halves)
-    linear.marked.keep_in_fp32 = True
+    linear.marked.keep_in_fp32 = linear.kept.keep_in_fp32 = True
+    linear.frozen.keep_in_fp32 = False
     return built
 
 
@@ -39,7 +42,7 @@ def state(module):
 
 
 def changed(inherited):
-    """What is not the release's, but for ``__init__`` of the two classes, and functions that are new by names that nothing else has."""
+    """What is not the release's, but for ``__init__`` of the two classes, and plain functions that are new by names that nothing else has."""
     own, released = Path(FACTS["file"]).parents[1], Path(distribution("megatron-core").locate_file("megatron/core"))
     made = {"transformer/module.py": "Float16Module", "ssm/mamba_mixer.py": "MambaMixer"}
     words = "name", "id", "attr", "asname"  # where the syntax tree has names
@@ -63,7 +66,12 @@ def changed(inherited):
         now = [*parts(own / name, made[name])]
         new = [part for part in now if isinstance(part, ast.FunctionDef) and ast.dump(part) not in was]
         taken = {getattr(node, word, None) for node in ast.walk(ast.parse((released / name).read_text())) for word in words}
-        if [ast.dump(part) for part in now if part not in new] != was or (taken | inherited) & {part.name for part in new}:
+        odd = any(part.decorator_list or part.name.startswith("__") for part in new)
+        if (
+            [ast.dump(part) for part in now if part not in new] != was
+            or odd
+            or (taken | inherited) & {part.name for part in new}
+        ):
             yield name
 
 
@@ -81,7 +89,7 @@ def main():
     other = [*changed({name for base in bases for name in dir(base)})]
     check("trigger", f"nothing else is changed: {', '.join(other) or 'nothing'}", not other)
     marked = {f"{layer.replace(' ', '_')}.{n}" for layer, names in KEPT.items() for n in names}
-    marked |= {"Linear_in_fp32.tied", "Linear_in_fp32.marked"}
+    marked |= {f"Linear_in_fp32.{n}" for n in ("tied", "marked", "kept")}
     for dtype in (torch.bfloat16, torch.float16):
         config = config_of(dtype)
         built = model(mamba_mixer, mamba3, config)
@@ -100,7 +108,8 @@ def main():
         same = all(now[n] is parameter for n, parameter in objects.items())
         check("trigger", f"{dtype}: parameters are the objects that they were: tied ones still are, optimizers know them", same)
         trained = [n for n in objects if now[n].requires_grad]
-        check("trigger", f"{dtype}: all but one are trained", trained == [n for n in objects if n != "Linear_in_fp32.frozen"])
+        frozen = "Linear_in_fp32.frozen", "Linear_in_fp32.kept"
+        check("trigger", f"{dtype}: all but two are trained", trained == [n for n in objects if n not in frozen])
         check("trigger", f"{dtype}: state_dict() has the names that it had", list(wrapped.module.state_dict()) == saved)
 
         config.params_dtype = torch.float32
@@ -114,11 +123,16 @@ def main():
             found = {n for n, p in mixer.named_parameters() if p.dtype == torch.float32}
             check("trigger", f"{dtype}: also with D_has_hdim and without initialization", found == set(KEPT["MambaMixer"]))
         own, unlike = mamba_mixer.MambaMixer, {"layer_number": 2, "rmsnorm": False}
+        if not hasattr(config, "use_mamba_mem_eff_path"):
+            unlike["use_mem_eff_path"] = False
+        config.use_mamba_mem_eff_path = False
         with mock.patch.object(mamba_mixer, "MambaMixer", functools.wraps(own)(lambda *a, **k: own(*a, **k | unlike))):  # noqa: B023
             second = layers(mamba_mixer, mamba3, config)["MambaMixer"]
         module.Float16Module(config, second)
         found = {n for n, p in second.named_parameters() if p.dtype == torch.float32}
-        check("trigger", f"{dtype}: also in a second layer, without RMSNorm", found == set(KEPT["MambaMixer"]))
+        case = f"{dtype}: also in a second layer, without RMSNorm and the memory-efficient path"
+        check("trigger", case, found == set(KEPT["MambaMixer"]))
+        config.use_mamba_mem_eff_path = True
         mixer = torch.nn.ModuleDict({"mixer": layers(mamba_mixer, mamba3, config)["MambaMixer"]})
         values = {n: p.detach().clone() for n, p in mixer.named_parameters()}
         module.Float16Module(config, mixer)
@@ -128,9 +142,13 @@ def main():
         right = all(torch.equal(p, values[n].to(p.dtype)) for n, p in mixer.named_parameters())
         check("trigger", f"{dtype}: its values are as they were, or cast", right)
 
-        seen = Seen()
-        out = module.Float16Module(config, seen)(torch.rand(2, 3, device=device))
+        seen, x = Seen(), torch.rand(2, 3, device=device, requires_grad=True)
+        out = module.Float16Module(config, seen)(x)
         check("trigger", f"{dtype}: inputs get that dtype, outputs are fp32", (seen.dtype, out.dtype) == (dtype, torch.float32))
+        check("trigger", f"{dtype}: an output is what the input is in that dtype", torch.equal(out, x.to(dtype).float()))
+        (slope,) = torch.autograd.grad(out, x, gradient := torch.rand_like(out)) if out.requires_grad else (None,)
+        right = slope is not None and torch.equal(slope, gradient.to(dtype).float())
+        check("trigger", f"{dtype}: and has its gradient", right)
 
         for tensor in state(wrapped.module).values():
             if hasattr(tensor, "keep_in_fp32"):

@@ -1,20 +1,26 @@
 """The deep check of a fix of pack20: right against fp64 however far apart the scores are, and else what the release gives.
 
 Runs after repro.py on the patched side: the loss over the indexer's top k, coefficients, bf16, two tensor-parallel ranks, masked keys; each
-where the release is right, and but for masked keys where it is not.
+where the release is right, and but for masked keys where it is not. Other scales of the attention, fp16, more tokens, and the function of the loss by
+itself; that no tensor is kept from step to step, and that no number is waited for.
 """
 
+import gc
 import importlib
 import sys
 import types
+from functools import partial
 from pathlib import Path
 
 import torch
-from repro import FACTS, NAMES, check, definition, device, errors, finish, inputs, loss_of, outcome, release
+from repro import FACTS, NAMES, alone, check, definition, device, errors, finish, inputs, loss_of, outcome, release
+from torch.utils._python_dispatch import TorchDispatchMode
 
 SHAPE = 96, 2, 8, 5, 16, 16  # S, B, heads, H, d, D
 SCALES = 2.0**-16, 5.0, 2.0**16  # that a loss is multiplied by, as loss scalers and coefficients do
-LIMIT, BF16 = 1e-4, (1e-4, 3e-3, 3e-3, 3e-3)  # the loss is fp32, gradients are bf16
+MANY = 1088, 1, 4, 5, 16, 16
+STEPS = 8
+LIMIT, BF16, FP16 = 1e-4, (1e-4, 3e-3, 3e-3, 3e-3), (1e-4, 4e-4, 4e-4, 4e-4)  # the loss is fp32, gradients are not
 
 
 def as_released():
@@ -68,6 +74,47 @@ def alone_and_in_turns(fixed, first, second, **options):
         if not all(torch.equal(a, b) for a, b in zip(got, want, strict=True)):
             return False
     return all(torch.equal(a, b) for a, b in zip(before, first, strict=True))
+
+
+class Reads(TorchDispatchMode):
+    """Counts the numbers that are read from tensors, for each of which a GPU is waited for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.count += op.overloadpacket.__name__ in ("_local_scalar_dense", "equal", "nonzero", "masked_select")
+        return op(*args, **(kwargs or {}))
+
+
+def reads(dsa, given, sparse):
+    """How many numbers a loss and its gradients read."""
+    with Reads() as mode:
+        outcome(lambda *leaves: loss_of(dsa, *leaves, sparse=sparse)[0], given)
+    return mode.count
+
+
+def after(dsa, given, sparse):
+    """How many tensors more there are after STEPS steps. A few may come and go: autograd's threads drop theirs when they get to it."""
+    counts = []
+    for _ in range(STEPS + 1):
+        outcome(lambda *leaves: loss_of(dsa, *leaves, sparse=sparse)[0], given)
+        gc.collect()
+        counts.append(sum(isinstance(each, torch.Tensor) for each in gc.get_objects()))
+    return counts[-1] - counts[0]
+
+
+def itself(dsa, scale, sparse, q, weights, k, query, key, mask):
+    """compute_dsa_indexer_loss of scores that have a gradient, with another ``scale`` of the attention."""
+    scores = (torch.einsum("sbhd,tbd->bhst", q, k).relu() * weights.permute(1, 2, 0)[..., None]).sum(1) + mask
+    picked = scores.topk(8, -1)[1]
+    return dsa.compute_dsa_indexer_loss(scores, picked, query, key, scale, 1.0, sparse, alone)
+
+
+def scaled(dsa, scale, sparse, q, weights, k, query, key, mask):
+    """The loss by the entry that loss_of calls, with another ``scale`` of the attention."""
+    if entry := getattr(dsa, "FusedDSAIndexerLoss", None):
+        return entry.apply(q, weights, k, query, key, scale, 8, 1.0, mask, sparse, alone)[1]
+    return itself(dsa, scale, sparse, q, weights, k, query, key, mask)
 
 
 def other_rank(query, key, mask):
@@ -128,6 +175,20 @@ def main():
         want = outcome(lambda *leaves, sparse=sparse: definition(*leaves, sparse=sparse), far, torch.float64)
         found = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True)]
         compare("trigger", f"scores times 16, heads on two tensor-parallel ranks{name}", found)
+        for scale in (0.05, 1.0):
+            wide = [*far[:3], far[3] * scale * far[3].shape[-1] ** 0.5, *far[4:]]  # by this, which definition() knows
+            want = outcome(lambda *leaves, sparse=sparse: definition(*leaves, sparse=sparse), wide, torch.float64)
+            for entry, what in ((scaled, ""), (itself, ", the function by itself")):
+                got = outcome(partial(entry, fixed, scale, sparse), far)
+                found = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True)]
+                compare("trigger", f"scores times 16, the attention's times {scale}{what}{name}", found)
+        found = exact(fixed, inputs(*SHAPE, 16, torch.float16), sparse=sparse)
+        compare("trigger", f"scores times 16, fp16{name}", found, FP16)
+        compare("trigger", f"scores times 16, {MANY[0]} tokens{name}", exact(fixed, inputs(*MANY, 16), sparse=sparse))
+        counts = [reads(dsa, far, sparse) for dsa in (fixed, released)]
+        check("trigger", f"{counts[0]} numbers are read, of {counts[1]} in the release{name}", counts[0] <= counts[1])
+        kept = after(fixed, far, sparse)
+        check("trigger", f"{kept} tensors more are there after {STEPS} steps, fewer than one a step{name}", kept < STEPS)
         picked = [loss_of(dsa, *near, sparse=sparse)[1] for dsa in (fixed, released)]
         check("trigger", f"top-k indices are the release's{name}", torch.equal(*picked))
     # Padding: keys that are masked for the indexer, and that the target of 0.16 - 0.18 still counts.

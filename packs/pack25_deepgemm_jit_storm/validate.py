@@ -1,5 +1,6 @@
 """The deep check of pack25's fix: compilations that fail, ranks that are killed or come late, two kernels at once, more ranks, no locks, a cache that is read-only or
-at its default place, other headers, flags and compilers, a rank that forks, threads, interpreters of their own, one compilation that takes a minute.
+at its default place, other headers, flags and compilers, a rank that forks, threads, interpreters of their own, one compilation that takes half a minute, and ten by the
+ranks' clocks; nvcc's arguments beside the release's, what stays open, the runtimes that are in memory, and the checks of a kernel's arguments.
 
 Runs after repro.py on the patched side.
 """
@@ -12,6 +13,7 @@ import importlib
 import multiprocessing
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +25,7 @@ from pathlib import Path
 from unittest import mock
 
 import repro
+import torch
 from repro import check, finish
 
 RANKS = 6
@@ -214,12 +217,29 @@ def at_home(folder):
     calls(folder, "no DG_CACHE_DIR", 2, goes, kernels=2)
 
 
+def hurried(build):
+    """The clocks of who waits run twenty times as fast, as if they waited for a long compilation."""
+    sleep = time.sleep
+
+    def built(kernel):
+        with contextlib.ExitStack() as stack:
+            for name in ("time", "monotonic", "perf_counter"):
+                clock, start = getattr(time, name), getattr(time, name)()
+                fast = lambda clock=clock, start=start: start + 20 * (clock() - start)  # noqa: E731
+                stack.enter_context(mock.patch.object(time, name, fast))
+            stack.enter_context(mock.patch.object(time, "sleep", lambda seconds: sleep(seconds / 20)))
+            build(kernel)
+
+    return built
+
+
 def slow(answer):
-    """A compilation that takes a minute: the others wait for it."""
+    """A compilation that takes half a minute, ten minutes by the clocks of who waits: the others wait for it."""
     with tempfile.TemporaryDirectory() as folder:
         repro.noting(folder)
-        nvcc(folder, "sleep 60")
-        answer.send(repro.compiles(folder, [f"{folder}/cache"] * RANKS, 1))
+        nvcc(folder, "sleep 30")
+        with mock.patch.object(repro, "build", hurried(repro.build)):
+            answer.send(repro.compiles(folder, [f"{folder}/cache"] * RANKS, 1))
 
 
 def inside(folder):
@@ -309,6 +329,16 @@ def interleaved(folder):
 
     calls(folder, "nvcc 12.8, machine code rewritten", build=goes)
 
+    def as_it_is(build):
+        def built(kernel):
+            os.environ["DG_DISABLE_FFMA_INTERLEAVE"] = "1"
+            repro.compiler.interleave_ffma.process = lambda path: sys.exit("machine code is rewritten")
+            build(kernel)
+
+        return built
+
+    calls(folder, "nvcc 12.8, DG_DISABLE_FFMA_INTERLEAVE: a kernel of its own, which is not rewritten", build=as_it_is)
+
 
 def forking(folder, build):
     """A build of which the first rank forks a process while it compiles, as a DataLoader's, which lives until the case is over; the others come then."""
@@ -367,10 +397,60 @@ def argued(folder):
             runtime = repro.compiler.build("k", (("n", int), ("m", int)), code)
             if runtime(9, 2) != 7 or Path(runtime.path, "kernel.args").read_text() != "('n', int), ('m', int)":
                 raise ValueError("the kernel's arguments are others")
+            for wrong in ((9,), (9, 2, 1), (9, 2.0), (9, torch.zeros(1))):
+                with contextlib.suppress(AssertionError):
+                    runtime(*wrong)
+                    raise ValueError(
+                        f"a kernel takes {len(wrong)} arguments, of which the last is a {type(wrong[-1]).__name__}"
+                    )
 
         return built
 
     calls(folder, "a kernel with arguments", build=typed)
+
+
+def as_released():
+    """The release's own compiler with all that it imports: what hides it on sys.path is left out for once."""
+    ours = lambda: [name for name in sys.modules if name.split(".")[0] == "deep_gemm"]  # noqa: E731
+    overlay, patched = str(Path(repro.compiler.__file__).parents[2]), {name: sys.modules.pop(name) for name in ours()}
+    sys.path.remove(overlay)
+    importlib.invalidate_caches()
+    own = importlib.import_module("deep_gemm.jit.compiler")
+    assert own.__file__ != repro.compiler.__file__
+    for name in ours():
+        del sys.modules[name]
+    sys.path.insert(0, overlay)
+    sys.modules.update(patched)
+    return own
+
+
+def same_call(folder):
+    """nvcc is called with what the release calls it with, but for where it writes; and what has been built is there at once, with no file left open."""
+
+    def noted(name, compiler):
+        nvcc(folder, f'echo "$*" > {shlex.quote(folder)}/{name}')
+        shutil.rmtree(f"{folder}/cache", ignore_errors=True)
+
+        def once(build):
+            def built(kernel):
+                with mock.patch.object(repro, "compiler", compiler):
+                    compiler.get_jit_include_dir = lambda: f"{folder}/include"
+                    build(kernel)
+                    if kept := [link for link in Path("/proc/self/fd").iterdir() if folder in str(link.resolve())]:
+                        raise ValueError(f"{kept[0].resolve()} stays open")
+                    code = 'extern "C" void launch() {}\n'
+                    if compiler.build("k", (), code) is not compiler.build("k", (), code):
+                        raise ValueError("a runtime that is in memory is made once more")
+
+            return built
+
+        calls(folder, f"{name}: a kernel and another one, twice", 2, once, ranks=1)
+        words = Path(folder, name).read_text().split()
+        at = words.index("-o") + 1
+        return [word.replace(name, "") for word in (*words[:at], *words[at + 1 :])]
+
+    released, fixed = (noted(name, compiler) for name, compiler in (("released", as_released()), ("fixed", repro.compiler)))
+    check("trigger", f"nvcc has the {len(released)} arguments that the release gives it", released[1:] == fixed[1:])
 
 
 def obeying():
@@ -411,13 +491,18 @@ def main():
         interleaved,
         forks,
         argued,
+        same_call,
         strangers,
     ):
         with tempfile.TemporaryDirectory() as folder:
             repro.noting(folder)
             case(folder)
     count, failed = told.recv()
-    check("trigger", f"a compilation of a minute: {count} calls, 1 needed", (count, failed) == (1, []))
+    check(
+        "trigger",
+        f"a compilation of half a minute, ten by the clocks of who waits: {count} calls, 1 needed",
+        (count, failed) == (1, []),
+    )
     finish()
 
 
