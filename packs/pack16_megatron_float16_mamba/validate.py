@@ -7,7 +7,12 @@ marks taken off again. Other code is the release's, word for word.
 
 import ast
 import functools
+import importlib
 import inspect
+import os
+import subprocess
+import sys
+import tempfile
 from importlib.metadata import distribution
 from pathlib import Path
 from unittest import mock
@@ -75,6 +80,40 @@ def changed(inherited):
             yield name
 
 
+def made(module, mamba_mixer, mamba3, config):
+    """A mixer's parameters as it is built, their attributes, and what a Float16Module says of itself."""
+    importlib.import_module("megatron.core.tensor_parallel").model_parallel_cuda_manual_seed(123)
+    torch.manual_seed(123)
+    with mock.patch.object(torch, "rand_like", torch.zeros_like):  # layers() adds such numbers
+        mixer = layers(mamba_mixer, mamba3, config)["MambaMixer"]
+    inner = Seen()
+    inner.vp_stage, inner.pg_collection = 3, "groups"
+    told = {"Float16Module": module.Float16Module(config, inner), **dict(mixer.named_parameters())}
+    plain = lambda value: value if isinstance(value, (bool, int, float, str)) else type(value).__name__  # noqa: E731
+    about = {n: {k: plain(v) for k, v in vars(of).items() if k != "keep_in_fp32"} for n, of in told.items()}
+    return {n: p.detach().cpu().clone() for n, p in mixer.named_parameters()}, about
+
+
+def released():
+    """What made() gives of the release, for both dtypes: in a process of its own, which does not see what hides it on sys.path."""
+    overlay, seen = FACTS["file"].split("/megatron/core/")[0], os.environ["PYTHONPATH"].split(os.pathsep)
+    assert overlay in seen
+    with tempfile.NamedTemporaryFile() as file:
+        path = os.pathsep.join(each for each in seen if each != overlay)
+        subprocess.run([*sys.orig_argv, "--made", file.name], env={**os.environ, "PYTHONPATH": path}, check=True)
+        found = torch.load(file.name)
+    assert found.pop("file") != FACTS["file"]
+    return found
+
+
+def decides(root):
+    """How often MambaMixer.__init__ decides something."""
+    tree = ast.parse((root / "ssm/mamba_mixer.py").read_text())
+    own = next(each for each in tree.body if getattr(each, "name", "") == "MambaMixer")
+    body = next(each for each in own.body if getattr(each, "name", "") == "__init__")
+    return sum(isinstance(each, (ast.If, ast.IfExp, ast.BoolOp, ast.Compare, ast.Try)) for each in ast.walk(body))
+
+
 class Seen(torch.nn.Module):
     """Hands its input on, and keeps its dtype."""
 
@@ -88,6 +127,10 @@ def main():
     bases = *inspect.getmro(module.Float16Module)[1:], *inspect.getmro(mamba_mixer.MambaMixer)[1:]
     other = [*changed({name for base in bases for name in dir(base)})]
     check("trigger", f"nothing else is changed: {', '.join(other) or 'nothing'}", not other)
+    theirs = released()
+    roots = Path(FACTS["file"]).parents[1], Path(distribution("megatron-core").locate_file("megatron/core"))
+    counts = [decides(root) for root in roots]
+    check("trigger", f"the mixer is made with {counts[0]} decisions, of {counts[1]} in the release", counts[0] <= counts[1])
     marked = {f"{layer.replace(' ', '_')}.{n}" for layer, names in KEPT.items() for n in names}
     marked |= {f"Linear_in_fp32.{n}" for n in ("tied", "marked", "kept")}
     for dtype in (torch.bfloat16, torch.float16):
@@ -95,6 +138,17 @@ def main():
         built = model(mamba_mixer, mamba3, config)
         was = {n: (t.detach().clone(), {k: v for k, v in vars(t).items() if k != "grad"}) for n, t in state(built).items()}
         objects, saved = dict(built.named_parameters(remove_duplicate=False)), list(built.state_dict())
+        ours = made(module, mamba_mixer, mamba3, config)
+        values, about = theirs[str(dtype)]
+        same = ours[0].keys() == values.keys() and all(torch.equal(ours[0][n], v) for n, v in values.items())
+        check("trigger", f"{dtype}: a mixer has the parameters that the release makes, of the same dtypes and values", same)
+        what = "their attributes (tensor_model_parallel, partition_dim, …) and those of Float16Module"
+        check("trigger", f"{dtype}: {what} are the release's", ours[1] == about)
+        parts = [
+            v for v in vars(getattr(built["MambaMixer"], "cp", None) or built).values() if isinstance(v, torch.nn.Parameter)
+        ]
+        known = {id(parameter) for parameter in built["MambaMixer"].parameters()}
+        check("trigger", f"{dtype}: what its context parallelism holds are its own", {id(each) for each in parts} <= known)
         wrapped = module.Float16Module(config, built)
         now = state(wrapped.module)
         check("control", f"{dtype}: {len(was)} tensors, {len(marked)} of them marked", marked < set(was) == set(now))
@@ -160,4 +214,9 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--made"]:
+        modules = release()
+        given = {str(dtype): made(*modules, config_of(dtype)) for dtype in (torch.bfloat16, torch.float16)}
+        torch.save({**given, "file": FACTS["file"]}, sys.argv[2])
+    else:
+        main()

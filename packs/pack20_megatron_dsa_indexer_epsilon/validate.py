@@ -2,7 +2,7 @@
 
 Runs after repro.py on the patched side: the loss over the indexer's top k, coefficients, bf16, two tensor-parallel ranks, masked keys; each
 where the release is right, and but for masked keys where it is not. Other scales of the attention, fp16, more tokens, and the function of the loss by
-itself; that no tensor is kept from step to step, and that no number is waited for.
+itself; that no tensor is kept from step to step, no number is waited for, and no setting of torch is changed.
 """
 
 import gc
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 SHAPE = 96, 2, 8, 5, 16, 16  # S, B, heads, H, d, D
 SCALES = 2.0**-16, 5.0, 2.0**16  # that a loss is multiplied by, as loss scalers and coefficients do
-MANY = 1088, 1, 4, 5, 16, 16
+MANY = 2112, 1, 2, 2, 16, 16
 STEPS = 8
 LIMIT, BF16, FP16 = 1e-4, (1e-4, 3e-3, 3e-3, 3e-3), (1e-4, 4e-4, 4e-4, 4e-4)  # the loss is fp32, gradients are not
 
@@ -94,13 +94,47 @@ def reads(dsa, given, sparse):
 
 
 def after(dsa, given, sparse):
-    """How many tensors more there are after STEPS steps. A few may come and go: autograd's threads drop theirs when they get to it."""
+    """How many tensors more there are after STEPS steps, each a token shorter. A few may come and go: autograd's threads drop theirs when they get to it."""
     counts = []
-    for _ in range(STEPS + 1):
-        outcome(lambda *leaves: loss_of(dsa, *leaves, sparse=sparse)[0], given)
+    for length in range(SHAPE[0] - STEPS, SHAPE[0] + 1):
+        shorter = [*(t[:length] for t in given[:5]), given[5][:length, :length]]
+        outcome(lambda *leaves: loss_of(dsa, *leaves, sparse=sparse)[0], shorter)
         gc.collect()
         counts.append(sum(isinstance(each, torch.Tensor) for each in gc.get_objects()))
     return counts[-1] - counts[0]
+
+
+def settings():
+    """What other code has set, and a loss must not."""
+    flags = torch.backends.cuda.matmul.allow_tf32, torch.get_float32_matmul_precision(), torch.get_default_dtype()
+    return *flags, torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled(), torch.get_rng_state().tolist()
+
+
+def sets(dsa, given, sparse):
+    """Whether a loss and its gradients leave settings as they are, which are not those that torch has at first."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_float32_matmul_precision("high")
+    before = settings()
+    outcome(lambda *leaves: loss_of(dsa, *leaves, sparse=sparse)[0], given)
+    same = settings() == before
+    torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision("highest")
+    return same
+
+
+class Reduces:
+    """A stand-in for torch.distributed.all_reduce: ``add`` changes the tensor in place, at once, or when it is waited for."""
+
+    def __init__(self, add, group):
+        self.add, self.group = add, group
+
+    def __call__(self, tensor, op=None, group=None, async_op=False):
+        assert group is self.group
+        self.add(tensor)
+        if async_op:
+            late = tensor.clone()
+            tensor.fill_(float("nan"))  # until then
+            return types.SimpleNamespace(wait=lambda: tensor.copy_(late))
 
 
 def itself(dsa, scale, sparse, q, weights, k, query, key, mask):
@@ -118,14 +152,14 @@ def scaled(dsa, scale, sparse, q, weights, k, query, key, mask):
 
 
 def other_rank(query, key, mask):
-    """A stand-in for all_reduce that adds the target of the other rank's heads, over the keys that this rank's has."""
+    """What adds the target of the other rank's heads, over the keys that this rank's has."""
     softmax = (torch.einsum("sbhd,tbhd->bhst", query, key) * query.shape[-1] ** -0.5 + mask).softmax(-1).detach()
 
-    def all_reduce(tensor, **_):
+    def add(tensor):
         chosen = softmax * (tensor > 0)[:, None]
         tensor += (chosen / chosen.sum(-1, keepdim=True)).sum(1)
 
-    return all_reduce
+    return add
 
 
 def main():
@@ -137,9 +171,8 @@ def main():
     S, B = SHAPE[:2]
     pair, others = types.SimpleNamespace(tp=types.SimpleNamespace(size=lambda: 2)), torch.rand(S, S, device=device).tril()
 
-    def all_reduce(tensor, group=None, **_):
-        """It adds in place, as torch.distributed does: what it is given has to be what is used."""
-        assert group is pair.tp
+    def add(tensor):
+        """In place, as torch.distributed does: what it is given has to be what is used."""
         tensor += others * (tensor > 0)  # both ranks have the same keys
 
     near = inputs(*SHAPE, 1)  # where the release is right
@@ -155,7 +188,7 @@ def main():
         check("trigger", f"coefficient 0: loss and gradients are 0{name}", not any(t.any() for t in nothing))
         found = against(fixed, released, inputs(*SHAPE, 1, torch.bfloat16), sparse=sparse)
         compare("trigger", f"as the release, bf16{name}", found, BF16)
-        torch.distributed.all_reduce, own = all_reduce, torch.distributed.all_reduce
+        torch.distributed.all_reduce, own = Reduces(add, pair.tp), torch.distributed.all_reduce
         found = against(fixed, released, near, group=pair, sparse=sparse)
         torch.distributed.all_reduce = own
         compare("trigger", f"as the release, two tensor-parallel ranks{name}", found)
@@ -169,7 +202,7 @@ def main():
         found = exact(fixed, inputs(*SHAPE, 16, torch.bfloat16), sparse=sparse)
         compare("trigger", f"scores times 16, bf16{name}", found, BF16)
         half = [*far[:3], far[3][:, :, 4:], far[4][:, :, 4:], far[5]]  # the other four heads of eight are the other rank's
-        torch.distributed.all_reduce = other_rank(far[3][:, :, :4], far[4][:, :, :4], far[5])
+        torch.distributed.all_reduce = Reduces(other_rank(far[3][:, :, :4], far[4][:, :, :4], far[5]), pair.tp)
         got = outcome(lambda *leaves, sparse=sparse: loss_of(fixed, *leaves, sparse=sparse, group=pair)[0], half)
         torch.distributed.all_reduce = own
         want = outcome(lambda *leaves, sparse=sparse: definition(*leaves, sparse=sparse), far, torch.float64)
@@ -187,6 +220,7 @@ def main():
         compare("trigger", f"scores times 16, {MANY[0]} tokens{name}", exact(fixed, inputs(*MANY, 16), sparse=sparse))
         counts = [reads(dsa, far, sparse) for dsa in (fixed, released)]
         check("trigger", f"{counts[0]} numbers are read, of {counts[1]} in the release{name}", counts[0] <= counts[1])
+        check("trigger", f"what torch is set to stays{name}", sets(fixed, far, sparse))
         kept = after(fixed, far, sparse)
         check("trigger", f"{kept} tensors more are there after {STEPS} steps, fewer than one a step{name}", kept < STEPS)
         picked = [loss_of(dsa, *near, sparse=sparse)[1] for dsa in (fixed, released)]

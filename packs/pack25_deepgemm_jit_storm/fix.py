@@ -17,8 +17,14 @@ def _locked(path):
     """Holds a lock on a kernel's path; on a file system without locks processes build the kernel as before."""
     os.makedirs(get_cache_dir(), exist_ok=True)
     with _building.setdefault(path, threading.Lock()), open(f'{path}.lock', 'w') as lock:
-        with contextlib.suppress(OSError):  # not flock, whose lock a process that was forked meanwhile holds, too
-            fcntl.lockf(lock, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.lockf(lock, fcntl.LOCK_EX)  # not flock, whose lock a process that was forked meanwhile holds, too
+            except OSError as error:
+                if error.errno == errno.EDEADLK:  # of processes; their threads hold one lock each, and end
+                    time.sleep(0.1)
+                    continue
+            break
         yield
 
 
@@ -37,7 +43,11 @@ def _under_the_lock(found: re.Match[str]) -> str:
 
 FIX = {
     "deep_gemm/jit/compiler.py": (
-        replace("import", r"\Aimport hashlib\n", "import contextlib\nimport fcntl\nimport hashlib\nimport threading\n"),
+        replace(
+            "import",
+            r"\Aimport hashlib\n",
+            "import contextlib\nimport errno\nimport fcntl\nimport hashlib\nimport threading\nimport time\n",
+        ),
         insert_before("lock", r"^def build\(", _LOCKED),
         replace("locked", r"^    # Write the code\n(?:.*\n)+?    return runtime_cache\[path\]\n", _under_the_lock),
     ),

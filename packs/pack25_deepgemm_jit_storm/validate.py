@@ -1,6 +1,6 @@
 """The deep check of pack25's fix: compilations that fail, ranks that are killed or come late, two kernels at once, more ranks, no locks, a cache that is read-only or
 at its default place, other headers, flags and compilers, a rank that forks, threads, interpreters of their own, one compilation that takes half a minute, and ten by the
-ranks' clocks; nvcc's arguments beside the release's, what stays open, the runtimes that are in memory, and the checks of a kernel's arguments.
+ranks' clocks; nvcc's arguments beside the release's, what stays open or changes in a process, the runtimes that are in memory, and the checks of a kernel's arguments.
 
 Runs after repro.py on the patched side.
 """
@@ -10,8 +10,10 @@ import contextlib
 import ctypes
 import errno
 import importlib
+import io
 import multiprocessing
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -76,6 +78,15 @@ def failing(folder):
     check("trigger", f"a compilation fails: {count} calls, 2 needed", count == 2)
 
 
+def state():
+    """What a process has that a build must leave as it is."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGALRM)]
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    return mask, handlers, blocked, str(Path.cwd()), dict(os.environ), threading.active_count()
+
+
 def kept(folder):
     """A compilation fails, and who called for it keeps the exception and waits for the others: they must not wait for it."""
     nvcc(folder, f"mkdir {shlex.quote(folder)}/once 2>/dev/null && exit 1")
@@ -83,10 +94,13 @@ def kept(folder):
 
     def together(build):
         def built(kernel):
+            before = state()
             try:
                 build(kernel)
             except Exception as error:
                 errors.append(error)
+            if state() != before:
+                os._exit(3)
             met.wait(60)
 
         return built
@@ -166,6 +180,25 @@ def threads_at_once(folder):
     at_once(folder, "two kernels in two threads", lambda build: lambda kernel: threaded(build, 0, 1), ranks=1)
 
 
+def crossed(folder):
+    """Each of two ranks builds a kernel, and in another thread wants the one that the other builds. To lockf, which knows processes, that is a deadlock."""
+    nvcc(folder, f': > {shlex.quote(folder)}/began.$(basename "$(dirname "$1")"); sleep 2')
+
+    def goes(build):
+        def built(kernel):
+            mine = int(first(folder, "first"))
+            with ThreadPoolExecutor(2) as pool:
+                done = [pool.submit(build, mine)]
+                while len([*Path(folder).glob("began.*")]) < 2:
+                    time.sleep(0.05)
+                done.append(pool.submit(build, 1 - mine))
+                [each.result() for each in done]
+
+        return built
+
+    calls(folder, "two ranks, two threads each, that want each other's kernel", 2, goes, ranks=2, limit=100)
+
+
 def child(folder):
     """A rank forks a process while a thread of it compiles, as a DataLoader does, and it builds that kernel, too."""
     nvcc(folder, f": > {shlex.quote(folder)}/began; sleep 1")
@@ -219,7 +252,7 @@ def at_home(folder):
 
 def hurried(build):
     """The clocks of who waits run twenty times as fast, as if they waited for a long compilation."""
-    sleep = time.sleep
+    sleep, wait = time.sleep, threading.Condition.wait
 
     def built(kernel):
         with contextlib.ExitStack() as stack:
@@ -228,6 +261,8 @@ def hurried(build):
                 fast = lambda clock=clock, start=start: start + 20 * (clock() - start)  # noqa: E731
                 stack.enter_context(mock.patch.object(time, name, fast))
             stack.enter_context(mock.patch.object(time, "sleep", lambda seconds: sleep(seconds / 20)))
+            waits = lambda self, timeout=None: wait(self, timeout and timeout / 20)  # noqa: E731 - of events, too
+            stack.enter_context(mock.patch.object(threading.Condition, "wait", waits))
             build(kernel)
 
     return built
@@ -249,7 +284,7 @@ def inside(folder):
     def refuse(event, given):
         if event == "open" and given[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
             path = str(given[0])
-            if not path.startswith(root) or path.endswith("/kernel.so"):
+            if path != os.devnull and (not path.startswith(root) or path.endswith("/kernel.so")):
                 raise PermissionError(f"{path} is opened to write")
 
     hooked = lambda build: lambda kernel: sys.addaudithook(refuse) or build(kernel)  # noqa: E731
@@ -425,19 +460,28 @@ def as_released():
 
 
 def same_call(folder):
-    """nvcc is called with what the release calls it with, but for where it writes; and what has been built is there at once, with no file left open."""
+    """nvcc is called with what the release calls it with, but for where it writes, and heard; what has been built is there at once; nothing else has changed."""
 
     def noted(name, compiler):
-        nvcc(folder, f'echo "$*" > {shlex.quote(folder)}/{name}')
+        nvcc(folder, f'echo "$*" >> {shlex.quote(folder)}/{name}; echo told by nvcc >&2')
         shutil.rmtree(f"{folder}/cache", ignore_errors=True)
 
         def once(build):
             def built(kernel):
                 with mock.patch.object(repro, "compiler", compiler):
                     compiler.get_jit_include_dir = lambda: f"{folder}/include"
-                    build(kernel)
-                    if kept := [link for link in Path("/proc/self/fd").iterdir() if folder in str(link.resolve())]:
-                        raise ValueError(f"{kept[0].resolve()} stays open")
+                    os.environ["DG_JIT_PRINT_NVCC_COMMAND"] = "1"
+                    told, before = Path(folder, f"{name}.stderr"), state()
+                    os.dup2(os.open(told, os.O_WRONLY | os.O_CREAT), 2)
+                    with contextlib.redirect_stdout(io.StringIO()) as said:
+                        build(kernel)
+                    if state() != before:
+                        raise ValueError("signals, umask, threads, folder or environment are others")
+                    if "told by nvcc" not in told.read_text() or f"{folder}/nvcc" not in said.getvalue():
+                        raise ValueError("what nvcc says, or its command, is not shown")
+                    links = [str(link.resolve()) for link in Path("/proc/self/fd").iterdir()]
+                    if kept := [path for path in links if folder in path and path != str(told)]:
+                        raise ValueError(f"{kept[0]} stays open")
                     code = 'extern "C" void launch() {}\n'
                     if compiler.build("k", (), code) is not compiler.build("k", (), code):
                         raise ValueError("a runtime that is in memory is made once more")
@@ -445,12 +489,10 @@ def same_call(folder):
             return built
 
         calls(folder, f"{name}: a kernel and another one, twice", 2, once, ranks=1)
-        words = Path(folder, name).read_text().split()
-        at = words.index("-o") + 1
-        return [word.replace(name, "") for word in (*words[:at], *words[at + 1 :])]
+        return re.sub(r"(?<= -o )\S+", "", Path(folder, name).read_text())
 
-    released, fixed = (noted(name, compiler) for name, compiler in (("released", as_released()), ("fixed", repro.compiler)))
-    check("trigger", f"nvcc has the {len(released)} arguments that the release gives it", released[1:] == fixed[1:])
+    released = noted("released", as_released())
+    check("trigger", "nvcc gets the arguments that the release gives it", noted("fixed", repro.compiler) == released != "")
 
 
 def obeying():
@@ -482,6 +524,7 @@ def main():
         no_locks,
         threads,
         threads_at_once,
+        crossed,
         child,
         read_only,
         at_home,
