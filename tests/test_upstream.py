@@ -70,3 +70,13 @@ def test_a_pack_without_them_and_a_folder_that_is_no_clone_are_one_sentence(caps
     assert "names no [upstream_tests]; these packs do: pack09" in capsys.readouterr().err
     assert main(["upstream-tests", "pack09", "--source", str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_here_and_a_release_that_is_there(clone, capsys):
+    said = []
+    for words in (["--here", "--release", "0.7.0"], ["--release-path", str(clone / "none")], ["--here"]):
+        assert main(["upstream-tests", "pack09", "--source", str(clone), *words]) == 2
+        said.append(capsys.readouterr().err)
+    assert "leave --release out" in said[0]
+    assert "is not a folder" in said[1]
+    assert "is not installed in the active environment" in said[2]

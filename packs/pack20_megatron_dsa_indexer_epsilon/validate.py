@@ -96,7 +96,7 @@ def reads(dsa, given, sparse):
 def after(dsa, given, sparse):
     """How many tensors more there are after STEPS steps, each a token shorter. A few may come and go: autograd's threads drop theirs when they get to it."""
     counts = []
-    for length in range(SHAPE[0] - STEPS, SHAPE[0] + 1):
+    for length in range(SHAPE[0] - STEPS - 1, SHAPE[0]):  # none that was seen before
         shorter = [*(t[:length] for t in given[:5]), given[5][:length, :length]]
         outcome(lambda *leaves: loss_of(dsa, *leaves, sparse=sparse)[0], shorter)
         gc.collect()

@@ -10,8 +10,10 @@ import sys
 from functools import partial
 from unittest import mock
 
+import beside
 import repro
 import torch
+from beside import as_two_ranks
 from packaging.version import Version
 from repro import check, data, finish
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -352,17 +354,6 @@ def replaced(owner, name, value):
         setattr(owner, name, before)
 
 
-@contextlib.contextmanager
-def two_ranks(reduce):
-    """As if there were two: ``reduce`` is given the amaxes of each update."""
-    with (
-        replaced(repro.manager, "reduce_tensor_across_group_op_max", lambda amaxes, *_: reduce(amaxes)),
-        replaced(torch.distributed, "is_initialized", lambda: True),
-        replaced(torch.distributed, "get_world_size", lambda *_, **__: 2),
-    ):
-        yield
-
-
 def reduced():
     """Each rank reduces as often, whatever its amaxes are, since the others wait for it; and an amax of another rank counts where the own is 0."""
     fp8 = recipe(repro.largest)
@@ -373,7 +364,7 @@ def reduced():
             with torch.no_grad():
                 for i in zeros:
                     parts[i].weight.zero_()
-            with two_ranks(lambda amaxes, calls=calls: calls.append(amaxes.numel())):
+            with as_two_ranks(lambda amaxes, calls=calls: calls.append(amaxes.numel())):
                 step(parts, fp8, *((what != "everything") * t for t in data()), *how)
             sizes[what] = calls
         same = all(calls == sizes["nothing"] for calls in sizes.values()) and len(sizes["nothing"]) > 1
@@ -383,12 +374,12 @@ def reduced():
     parts = repro.blocks()
     with torch.no_grad():
         parts[1].weight.zero_()
-    with two_ranks(lambda amaxes: amaxes.copy_(torch.where(amaxes == 0, 5.0, amaxes))):
+    with as_two_ranks(lambda amaxes: amaxes.copy_(torch.where(amaxes == 0, 5.0, amaxes))):
         step(parts, fp8, *data())
     scale = parts[1].fp8_meta["scaling_fwd"].scale[1].item()
     check("trigger", "the scale of a weight that is 0 is that of another rank's", abs(scale * 5 / 448 - 1) < 1e-6)
     parts = repro.blocks(1)
-    with two_ranks(lambda amaxes: amaxes.fill_(5.0)):
+    with as_two_ranks(lambda amaxes: amaxes.fill_(5.0)):
         step(parts, fp8, *(0 * t for t in data()))
     for way, largest in repro.LARGEST.items():
         scale = parts[0].fp8_meta[f"scaling_{way}"].scale
@@ -438,7 +429,7 @@ def by_default():
             fp8 = repro.recipes.DelayedScaling(amax_compute_algo=asked[0], margin=asked[1])
             with (
                 replaced(tex, "fused_amax_and_scale_update_after_reduction", kernel),
-                two_ranks(lambda amaxes, calls=calls: calls.append("reduction")),
+                as_two_ranks(lambda amaxes, calls=calls: calls.append("reduction")),
             ):
                 step(parts, fp8, *data(), *how)
             pairs = list(zip(calls[::2], calls[1::2], strict=False))
@@ -535,6 +526,7 @@ def main():
     by_default()
     two_recipes()
     arguments()
+    beside.main()
     for how in ("reentrant", "not reentrant", "nested"):
         found = waits((0,), how)
         check("trigger", f"{how}, function: {', '.join(found) or 'nothing'} waits for a GPU", not found)
