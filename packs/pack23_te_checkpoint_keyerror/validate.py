@@ -119,6 +119,45 @@ def freed(how):
     return inside[0]() is None and out.requires_grad
 
 
+def drawn(x):
+    """Random numbers of the device of ``x``, and of the CPU."""
+    return torch.rand_like(x[0, :4].float()).tolist(), torch.rand(4).tolist()
+
+
+def around(how):
+    """What the second run shares with the first one: random numbers, torch.autocast, contexts of context_fn; and whether who draws after it is not disturbed."""
+    parts, recipe, runs, entered = network(), repro.recipes.DelayedScaling(), [], []
+
+    def block(x):
+        autocasts = [(torch.is_autocast_enabled(on), torch.get_autocast_dtype(on)) for on in ("cpu", "cuda")]
+        runs.append((drawn(x.detach()), autocasts))
+        with repro.te.fp8_autocast(enabled=True, fp8_recipe=recipe):
+            return parts[0](x)
+
+    @contextlib.contextmanager
+    def context(name):
+        entered.append((name, len(runs)))
+        yield
+
+    contexts = lambda: (context("first"), context("again"))  # noqa: E731
+    x, gradient = tensor(1).requires_grad_(), tensor(1)
+    torch.manual_seed(2)
+    want = [drawn(x.detach()) for _ in range(3)]
+    torch.manual_seed(2)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cuda", dtype=torch.float16):
+        y = repro.te.checkpoint(block, x, context_fn=contexts, **how)
+    later = [drawn(x.detach())]
+    y.backward(gradient.to(y.dtype))
+    later.append(drawn(x.detach()))
+    asked = [(True, torch.bfloat16), (True, torch.float16)]
+    return {
+        "random numbers are the first run's": [numbers for numbers, _ in runs] == [want[0]] * 2,
+        "torch.autocast is the first run's": [autocasts for _, autocasts in runs] == [asked] * 2,
+        "it is in its context of context_fn": entered == [("first", 0), ("again", 1)],
+        "random numbers after it go on": later == want[1:],
+    }
+
+
 class Several(torch.nn.Module):
     """Two tensors, a number and a keyword in, two tensors or two and a number out, FP8 inside."""
 
@@ -160,6 +199,8 @@ def main():
         name = f"{'not ' * bool(how)}reentrant"
         check("trigger", f"{name}: blocks run {len(ran)} times in a step, of {2 * BLOCKS}", len(ran) == 2 * BLOCKS)
         check("trigger", f"{name}: an activation inside is freed after the forward", freed(how))
+        for what, same in around(how).items():
+            check("trigger", f"{name}, the second run: {what}", same)
         for gives, what in ((2, "two"), (3, "two and a number")):
             want, got = several(gives), several(gives, use_reentrant=how.get("use_reentrant", True))
             raised = got if isinstance(got, str) else ""

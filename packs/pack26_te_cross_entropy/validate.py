@@ -26,6 +26,9 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--ranks", metavar="FILE", help=argparse.SUPPRESS)
 B, S, V, SMALL = 2, 6, 40000, 1000  # more than one block of the kernels, 32,768, and what is quick without a GPU
 HALF = torch.bfloat16 if device == "cuda" else torch.float16
+WEIGHTS = torch.linspace(-1, 1.75, B * S, device=device).view(
+    B, S
+)  # a quarter more each: of both signs, one is 0, as a mask has it
 TRITON = str(Path(util.find_spec("triton").origin).parent)
 
 
@@ -40,7 +43,7 @@ def judge(name, found):
 def exact(logits, labels, given, mean=False):
     """torch's own loss and gradient in fp64."""
     x = logits.detach().double().contiguous().requires_grad_()
-    loss = F.cross_entropy(x.flatten(0, 1), labels.flatten(), reduction="mean" if mean else "none")
+    loss = F.cross_entropy(x.flatten(0, 1), labels.flatten().long(), reduction="mean" if mean else "none")
     loss.backward(given.double().reshape(loss.shape))
     return loss.detach(), x.grad
 
@@ -101,12 +104,18 @@ class Synchronizes(TorchDispatchMode):
 def calls(function):
     """Calls as people make them, and as they are laid out by broadcasting, padding and steps that share a graph."""
     (logits, labels), one = inputs(sizes=(B, S, SMALL)), torch.ones((), device=device)
-    weights = torch.linspace(-1, 2, B * S, device=device).view(B, S)
+    weights = WEIGHTS
     called(function, "mean, its gradient 1", logits.clone(), labels, one, mean=True)
     called(function, "mean, its gradient 3", logits.clone(), labels, 3 * one, mean=True)
+    for mean in (True, False):
+        mine = logits.clone().requires_grad_()
+        loss = function.apply(mine, labels, 0.0, mean, None)
+        loss.backward(torch.zeros_like(loss))
+        check("trigger", f"{'mean' if mean else 'each token'}, its gradient 0: none for the logits", not mine.grad.any())
     called(function, "each token, weighted, as laid out", logits.clone(), labels, weights)
     for shift in (-200.0, 200.0):
         called(function, f"logits around {shift:g}", logits + shift, labels, weights)
+    called(function, "labels in int32", logits.clone(), labels.int(), weights)
     called(function, "labels expanded", logits.clone(), labels[:1].expand(B, S), weights)
     called(function, "logits expanded", logits[:1].clone().expand(B, S, SMALL), labels, weights)
     padded = torch.cat([logits, torch.full((B, S, 64), 30.0, device=device)], -1)[..., :SMALL]
@@ -185,7 +194,7 @@ def of_ranks(file):
         *[("mean, ignored", both, halves_of, True, IGNORED)] * ignores,
     ):
         logits, labels = (t.to(where) for t in inputs(ignored, sizes=(B, S, V)))
-        given = torch.tensor(-3.0, device=where) if mean else torch.linspace(-1, 2, B * S, device=where).view(B, S)
+        given = torch.tensor(-3.0, device=where) if mean else WEIGHTS.to(where)
         right, want = exact(logits, labels, given, mean)
         mine, labels = laid(part(logits), labels, name)
         loss = function.apply(mine, labels, 0.0, mean, group)
@@ -214,8 +223,9 @@ def main():
     function = release()
     ignores = "ignore_idx" in inspect.signature(function.forward).parameters
     two = torch.tensor(-3.0, device=device)
-    weights = torch.linspace(-1, 2, B * S, device=device).view(B, S)
-    apart = torch.linspace(-1, 2, 2 * B * S, device=device).view(S, 2 * B).t()[::2]  # strides of its own
+    weights = WEIGHTS
+    apart = torch.linspace(-1, 4.75, 2 * B * S, device=device).view(S, 2 * B).t()[::2]  # strides of its own
+    check("control", "a weight is 0", all((t == 0).sum() == 1 for t in (weights, apart)))
     check("control", "the gradients of these weights are not contiguous", not apart.is_contiguous())
     sizes = {"sizes": (B, S, V)}
     for name, given, options, more in (
