@@ -7,7 +7,7 @@ from common.packs.pack import find
 from common.store import history
 
 PACK = find("pack26")
-CPU, GPU = "linux-x86_64-cpu", "linux-x86_64-nvidia-h200-x2"
+CPU, GPU = "linux-x86_64-cpu", "linux-x86_64-nvidia-h200"
 COLUMNS = (
     "each token, all weights 1: gradient",
     "each token, weighted: gradient",
