@@ -18,8 +18,10 @@ from common.errors import UserError
 from common.files import CACHE, RESULTS, ROOT
 from common.install import environment
 from common.install.machine import MACHINE
+from common.install.releases import Release
 from common.packs import reportblock
 from common.packs.pack import Pack, all_packs
+from common.run.plan import Plan
 from common.scrub import plain
 from common.store import audit, history, receipt
 from common.store.receipt import NO_RECORD
@@ -175,3 +177,9 @@ def base(pack: Pack, out: Console) -> None:
     if not environment.has_base(pack.requires, CACHE):
         with report.waiting(f"installing {', '.join(pack.requires) or 'nothing'} once, for every release to share", out):
             environment.base(pack.requires, CACHE)
+
+
+def there(plan: Plan) -> Release:
+    """The one release that is there where nothing is installed: in the active environment, or in the folder of --release-path."""
+    found = environment.here(plan.pack.package, plan.cache, release_path=plan.release_path)
+    return Release(version=found.version, file="", sha256="")

@@ -392,8 +392,7 @@ def _releases(plan: Plan, wanted: Sequence[str] | None, out: Console) -> tuple[l
             raise UserError(
                 "--here runs the one release that is there: give others with --wheel or --release-path, not with --releases."
             )
-        there = environment.here(pack.package, plan.cache, release_path=plan.release_path)
-        return [Release(version=there.version, file="", sha256="")], []
+        return [common.there(plan)], []
     with report.waiting(f"{pack.name}: asking the package index for the releases of {pack.package}", out):
         found = [releases.choose(pack, each, plan.cache) for each in wanted or (None,)]
     chosen = {release.version: release for those, _ in found for release in those}

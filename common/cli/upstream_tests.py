@@ -12,7 +12,7 @@ from rich.table import Table
 
 from common.cli import common, report
 from common.errors import UserError
-from common.install import checkouts, environment, lanes, releases
+from common.install import checkouts, lanes, releases
 from common.install.releases import Release
 from common.packs.pack import find
 from common.run import plan as plans
@@ -83,8 +83,7 @@ def _release(plan: Plan, wanted: str | None, out: Console) -> Release:
     if plan.here or plan.release_path:
         if wanted:
             raise UserError("--here and --release-path run the release that is there: leave --release out.")
-        there = environment.here(plan.pack.package, plan.cache, release_path=plan.release_path)
-        return Release(version=there.version, file="", sha256="")
+        return common.there(plan)
     chosen, warnings = releases.choose(plan.pack, wanted or plan.pack.shown_on(), plan.cache)
     if len(chosen) != 1:
         raise UserError(f"--release {wanted} names {len(chosen)} releases: name one.")
