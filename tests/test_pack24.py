@@ -25,17 +25,23 @@ def test_the_receipts_are_what_the_readme_says():
     }
     first, second = (rows(part) for part in readme.split("## Orders that are not bugs"))
     for name, case, fixed in (
-        ("nothing", "FP8 all-gather", False),
-        ("`to_empty`, `load_state_dict`", "load_state_dict", False),
-        ("from meta: `load_state_dict(assign=True)`", "load_state_dict(assign=True)", True),
-        ("from meta: `set_model_state_dict`, full and broadcast from rank 0", "set_model_state_dict", True),
+        ("`to_empty`, `load_state_dict`", "assign=False", False),
+        ("from meta: `load_state_dict(assign=True)`", "assign=True", True),
         ("converted without FP8 all-gather", "no FP8 all-gather", False),
     ):
         for (version, side), metrics in found.items():
             cell = first[name][0] if side == "unpatched" or not fixed else first[name][1]
             assert cell == f"{metrics[case]['bytes']:,}", (version, side, name)
-    measured = next(s for s in runs if s.cell.variant == "orders" and s.side == "unpatched").document().facts.metrics
-    words = {"fully_shard": "`fully_shard`", "without FP8 all-gather": "with `enable_fsdp_float8_all_gather=False`"}
+    orders = {s.side: s.document().facts.metrics for s in runs if s.cell.variant == "orders"}
+    row = first["from meta: `set_model_state_dict`, full and broadcast from rank 0"]
+    name = "from meta, set_model_state_dict"
+    assert row == [f"{orders[side][name]['bytes']:,}" for side in ("unpatched", "patched")]
+    measured = orders["unpatched"]
+    words = {
+        "set_model_state_dict": "`set_model_state_dict`, full and broadcast from rank 0",
+        "fully_shard": "`fully_shard`",
+        "without FP8 all-gather": "with `enable_fsdp_float8_all_gather=False`",
+    }
     words |= {"compile, ": "`linear.compile()`, ", "load with assign=True": "load with `assign=True`"}
     words |= {"precompute, optimizer.step(), precompute": "precompute, `optimizer.step()`, precompute"}
     words |= {"bf16 parameters: load with assign=True": "the same from meta, loaded with `assign=True`"}

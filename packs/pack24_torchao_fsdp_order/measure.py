@@ -3,7 +3,9 @@
 import repro
 import torch
 import torch.distributed as dist
-from repro import FACTS, ROWS, SIZE, checkpoint, converted, finish, gathered, layers, sharded
+from models import checkpoint, converted, layers, sharded
+from repro import FACTS, ROWS, SIZE, finish, gathered
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -48,6 +50,10 @@ def cases():
     yield "convert, fully_shard", measured(sharded(converted(layers())), layers())
     yield "convert, fully_shard, precompute", measured(sharded(converted(layers())), layers(), precompute)
     yield "convert without FP8 all-gather, fully_shard", measured(sharded(converted(layers(), gather=False)), layers())
+    model = sharded(converted(layers("meta")))
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, {} if dist.get_rank() else layers().state_dict(), options=options)
+    yield "from meta, set_model_state_dict", measured(model, layers())
     half = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
     yield "bf16 parameters: convert, fully_shard", measured(sharded(converted(layers()), **half), layers())
     model = sharded(converted(layers("meta")), **half)

@@ -10,7 +10,8 @@ from unittest import mock
 import repro
 import torch
 import torch.distributed as dist
-from repro import FACTS, ROWS, SIZE, check, converted, finish
+from models import converted
+from repro import FACTS, ROWS, SIZE, check, finish
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module

@@ -12,7 +12,9 @@ import weakref
 import repro
 import torch
 import torch.distributed as dist
-from repro import FP8, FULL, SIZE, check, checkpoint, converted, finish, layers, sharded, step
+from models import checkpoint, converted, layers, sharded, step
+from repro import FP8, FULL, SIZE, check, finish
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -65,6 +67,9 @@ def refuses(weights):
 
 def cases():
     alone = converted(layers())
+    options, whole = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True), layers().state_dict()
+    set_model_state_dict(model := sharded(converted(layers("meta"))), {} if dist.get_rank() else whole, options=options)
+    yield "set_model_state_dict", step(model, alone)
     half = {name: weight.bfloat16() for name, weight in checkpoint(layers()).items()}
     model, alone_half = loaded(half), converted(layers().bfloat16())
     kinds = {p.dtype for p in model.parameters()} | {plain_of(p).dtype for p in model.parameters()}
