@@ -7,6 +7,7 @@ itself; that no tensor is kept from step to step, no number is waited for, and n
 
 import gc
 import importlib
+import math
 import sys
 import types
 from functools import partial
@@ -14,12 +15,15 @@ from pathlib import Path
 
 import torch
 from repro import FACTS, NAMES, alone, check, definition, device, errors, finish, inputs, loss_of, outcome, release
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 SHAPE = 96, 2, 8, 5, 16, 16  # S, B, heads, H, d, D
 SCALES = 2.0**-16, 5.0, 2.0**16  # that a loss is multiplied by, as loss scalers and coefficients do
 MANY = 2112, 1, 2, 2, 16, 16
 STEPS = 8
+COSTS = "numbers that are read", "bytes at most", "bytes until the backward"
 LIMIT, BF16, FP16 = 1e-4, (1e-4, 3e-3, 3e-3, 3e-3), (1e-4, 4e-4, 4e-4, 4e-4)  # the loss is fp32, gradients are not
 
 
@@ -46,12 +50,17 @@ def compare(role, name, found, limits=(LIMIT,) * 4):
         check(role, f"{name}: {what}", error=error, limit=limit)
 
 
+def off(got, want):
+    """Relative differences."""
+    return [((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(got, want, strict=True)]
+
+
 def against(fixed, released, given, change=lambda loss: loss, **options):
     """Relative differences of the fixed outcome from the release's."""
     got, want = (
         outcome(lambda *leaves, dsa=dsa: change(loss_of(dsa, *leaves, **options)[0]), given) for dsa in (fixed, released)
     )
-    return [((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(got, want, strict=True)]
+    return off(got, want)
 
 
 def exact(fixed, given, factor=1.0, sparse=False, **options):
@@ -59,7 +68,7 @@ def exact(fixed, given, factor=1.0, sparse=False, **options):
     got = outcome(lambda *leaves: factor * loss_of(fixed, *leaves, sparse=sparse, **options)[0], given)
     factor *= options.get("coefficient", 1.0)
     want = outcome(lambda *leaves: factor * definition(*leaves, sparse=sparse), given, torch.float64)
-    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True)]
+    return off(got, want)
 
 
 def alone_and_in_turns(fixed, first, second, **options):
@@ -76,21 +85,39 @@ def alone_and_in_turns(fixed, first, second, **options):
     return all(torch.equal(a, b) for a, b in zip(before, first, strict=True))
 
 
-class Reads(TorchDispatchMode):
-    """Counts the numbers that are read from tensors, for each of which a GPU is waited for."""
+class Costs(TorchDispatchMode):
+    """Counts the numbers that are read from tensors, for each of which a GPU is waited for, and the bytes of the tensors that are made."""
 
-    count = 0
+    def __init__(self):
+        super().__init__()
+        self.reads, self.made, self.peak = 0, {}, 0
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        self.count += op.overloadpacket.__name__ in ("_local_scalar_dense", "equal", "nonzero", "masked_select")
-        return op(*args, **(kwargs or {}))
+        self.reads += op.overloadpacket.__name__ in ("_local_scalar_dense", "equal", "nonzero", "masked_select")
+        found = op(*args, **(kwargs or {}))
+        for each in tree_leaves(found):
+            if isinstance(each, torch.Tensor):
+                self.made[each.untyped_storage()._cdata] = (
+                    StorageWeakRef(each.untyped_storage()),
+                    each.untyped_storage().nbytes(),
+                )
+        self.peak = max(self.peak, self.bytes())
+        return found
+
+    def bytes(self):
+        """Of those that are still there."""
+        self.made = {key: (ref, size) for key, (ref, size) in self.made.items() if not ref.expired()}
+        return sum(size for _, size in self.made.values())
 
 
-def reads(dsa, given, sparse):
-    """How many numbers a loss and its gradients read."""
-    with Reads() as mode:
-        outcome(lambda *leaves: loss_of(dsa, *leaves, sparse=sparse)[0], given)
-    return mode.count
+def costs(dsa, given, sparse):
+    """Numbers that a loss and its gradients read, bytes that they have at most, and bytes until the backward."""
+    leaves = [t.detach().requires_grad_(t.requires_grad) for t in given]
+    with Costs() as mode:
+        loss = loss_of(dsa, *leaves, sparse=sparse)[0]
+        kept = mode.bytes()
+        torch.autograd.grad(loss, leaves[:3])
+    return mode.reads, mode.peak, kept
 
 
 def after(dsa, given, sparse):
@@ -128,8 +155,8 @@ class Reduces:
     def __init__(self, add, group):
         self.add, self.group = add, group
 
-    def __call__(self, tensor, op=None, group=None, async_op=False):
-        assert group is self.group
+    def __call__(self, tensor, op=torch.distributed.ReduceOp.SUM, group=None, async_op=False):
+        assert group is self.group and op == torch.distributed.ReduceOp.SUM
         self.add(tensor)
         if async_op:
             late = tensor.clone()
@@ -149,6 +176,28 @@ def scaled(dsa, scale, sparse, q, weights, k, query, key, mask):
     if entry := getattr(dsa, "FusedDSAIndexerLoss", None):
         return entry.apply(q, weights, k, query, key, scale, 8, 1.0, mask, sparse, alone)[1]
     return itself(dsa, scale, sparse, q, weights, k, query, key, mask)
+
+
+def padded(q, weights, k, query, key, mask, seen):
+    """The release's loss where ``mask`` hides more keys from the indexer than ``seen`` from the target: log(1e-10) each. What ``seen`` leaves out counts in neither."""
+    scores = (torch.einsum("sbhd,tbd->bhst", q, k).relu() * weights.permute(1, 2, 0)[..., None]).sum(1) + mask + seen
+    log_index = scores.log_softmax(-1).masked_fill(scores.isinf(), math.log(1e-10))
+    target = torch.einsum("sbhd,tbhd->bhst", query, key) * query.shape[-1] ** -0.5 + seen[:, None]
+    target = target.softmax(-1).mean(1)
+    return (target.xlogy(target) - target * log_index).sum() / (q.shape[0] * q.shape[1])
+
+
+def hidden(fixed, given, causal, sparse):
+    """Relative errors against fp64 where keys are masked for the indexer alone. The gradients of the fused loss know the causal mask alone."""
+    picked = loss_of(fixed, *given, sparse=sparse)[1]
+    seen = causal.double().expand_as(given[5])
+    if sparse:
+        seen = seen + torch.full_like(seen, float("-inf")).scatter_(-1, picked, 0)
+    want = outcome(partial(padded, seen=seen), given, torch.float64)
+    if hasattr(fixed, "FusedDSAIndexerLoss"):
+        want[1:] = outcome(partial(padded, seen=seen), [*given[:5], causal], torch.float64)[1:]
+    got = outcome(lambda *leaves: loss_of(fixed, *leaves, sparse=sparse)[0], given)
+    return off(got, want)
 
 
 def other_rank(query, key, mask):
@@ -175,7 +224,8 @@ def main():
         """In place, as torch.distributed does: what it is given has to be what is used."""
         tensor += others * (tensor > 0)  # both ranks have the same keys
 
-    near = inputs(*SHAPE, 1)  # where the release is right
+    near, far = inputs(*SHAPE, 1), inputs(*SHAPE, 16)  # where the release is right, and where it is wrong
+    whole = outcome(definition, far, torch.float64)
     for sparse, name in ((False, ""), (True, ", top 8 alone")):
         compare("control", f"the release against fp64{name}", errors(released, near, sparse=sparse))
         for coefficient in (-0.3, 1e-3):
@@ -192,7 +242,6 @@ def main():
         found = against(fixed, released, near, group=pair, sparse=sparse)
         torch.distributed.all_reduce = own
         compare("trigger", f"as the release, two tensor-parallel ranks{name}", found)
-        far = inputs(*SHAPE, 16)  # where it is wrong
         compare("trigger", f"scores times 16, coefficient -0.3{name}", exact(fixed, far, sparse=sparse, coefficient=-0.3))
         for factor in SCALES:
             found = exact(fixed, far, factor, sparse=sparse)
@@ -206,20 +255,25 @@ def main():
         got = outcome(lambda *leaves, sparse=sparse: loss_of(fixed, *leaves, sparse=sparse, group=pair)[0], half)
         torch.distributed.all_reduce = own
         want = outcome(lambda *leaves, sparse=sparse: definition(*leaves, sparse=sparse), far, torch.float64)
-        found = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True)]
+        found = off(got, want)
         compare("trigger", f"scores times 16, heads on two tensor-parallel ranks{name}", found)
         for scale in (0.05, 1.0):
             wide = [*far[:3], far[3] * scale * far[3].shape[-1] ** 0.5, *far[4:]]  # by this, which definition() knows
             want = outcome(lambda *leaves, sparse=sparse: definition(*leaves, sparse=sparse), wide, torch.float64)
             for entry, what in ((scaled, ""), (itself, ", the function by itself")):
                 got = outcome(partial(entry, fixed, scale, sparse), far)
-                found = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True)]
+                found = off(got, want)
                 compare("trigger", f"scores times 16, the attention's times {scale}{what}{name}", found)
         found = exact(fixed, inputs(*SHAPE, 16, torch.float16), sparse=sparse)
         compare("trigger", f"scores times 16, fp16{name}", found, FP16)
         compare("trigger", f"scores times 16, {MANY[0]} tokens{name}", exact(fixed, inputs(*MANY, 16), sparse=sparse))
-        counts = [reads(dsa, far, sparse) for dsa in (fixed, released)]
-        check("trigger", f"{counts[0]} numbers are read, of {counts[1]} in the release{name}", counts[0] <= counts[1])
+        few = 2 * S if hasattr(fixed, "FusedDSAIndexerLoss") else S  # 0.16 is given indices
+        got = outcome(lambda *leaves, sparse=sparse, topk=few: loss_of(fixed, *leaves, sparse=sparse, topk=topk)[0], far)
+        found = off(got, whole)
+        compare("trigger", f"scores times 16, fewer tokens than the top k{name}", found)
+        for what, ours, own in zip(COSTS, *(costs(dsa, far, sparse) for dsa in (fixed, released)), strict=True):
+            room = 1.1 if "most" in what else 1
+            check("trigger", f"{what}: {ours}, of {own} in the release{name}", ours <= room * own)
         check("trigger", f"what torch is set to stays{name}", sets(fixed, far, sparse))
         kept = after(fixed, far, sparse)
         check("trigger", f"{kept} tensors more are there after {STEPS} steps, fewer than one a step{name}", kept < STEPS)
@@ -231,13 +285,19 @@ def main():
     mask[1, -1, S // 4 + 4 :] = float("-inf")  # four keys are left, fewer than the top 8
     for sparse, name in ((False, ""), (True, ", top 8 alone")):
         compare("trigger", f"as the release, masked keys{name}", against(fixed, released, [*near[:5], mask], sparse=sparse))
+        found = hidden(fixed, [*far[:5], mask], far[5], sparse)
+        compare("trigger", f"scores times 16, masked keys{name}", found)
     finite = outcome(lambda *leaves: loss_of(fixed, *leaves)[0], [*inputs(*SHAPE, 64)[:5], mask])
     check("trigger", "masked keys, scores times 64: all is finite", all(t.isfinite().all() for t in finite))
     mask[0, 9] = float("-inf")
     given = [*near[:5], mask]
-    (got, want) = (outcome(lambda *leaves, dsa=dsa: loss_of(dsa, *leaves)[0], given) for dsa in (fixed, released))
-    same = all(torch.allclose(a, b, rtol=1e-3, atol=1e-6, equal_nan=True) for a, b in zip(got, want, strict=True))
-    check("trigger", "a row without any key: NaN where the release gives NaN", same and got[0].isnan())
+    for sparse, name in ((False, ""), (True, ", top 8 alone")):
+        (got, want) = (
+            outcome(lambda *leaves, dsa=dsa, sparse=sparse: loss_of(dsa, *leaves, sparse=sparse)[0], given)
+            for dsa in (fixed, released)
+        )
+        same = all(torch.allclose(a, b, rtol=1e-3, atol=1e-6, equal_nan=True) for a, b in zip(got, want, strict=True))
+        check("trigger", f"a row without any key: NaN where the release gives NaN{name}", same and got[0].isnan())
     FACTS["metrics"].pop("probabilities under 1e-10", None)
     finish()
 

@@ -8,10 +8,12 @@ import contextlib
 import gc
 import sys
 import weakref
+from functools import partial
 from unittest import mock
 
 import repro
 import torch
+from packaging.version import Version
 from repro import check, data
 
 WAYS = {"reentrant": True, "not reentrant": False}
@@ -115,17 +117,18 @@ def random_numbers():
 
 def memory():
     """Nothing of a checkpoint is alive but its inputs and outputs; and after steps there is as much as before them."""
-    for name, reentrant in WAYS.items():
+    for name, reentrant in {**WAYS, "nested": True}.items():
         (layer,), inner, counts, alive = repro.blocks(1), [], [], []
 
         def run(x, layer=layer, inner=inner):
             inner.append(weakref.ref(h := layer(x)))
             return h * h.sigmoid()
 
+        part = partial(repro.te.checkpoint, run) if name == "nested" else run
         for i in range(9):
             x, gradient = data()
             with autocast():
-                y = repro.te.checkpoint(run, x.requires_grad_(), use_reentrant=reentrant)
+                y = repro.te.checkpoint(part, x.requires_grad_(), use_reentrant=reentrant)
             gc.collect()
             alive.append(sum(each() is not None for each in inner))
             y.backward(gradient)
@@ -153,6 +156,67 @@ def without_modules():
             plain(x).backward(gradient)
             same = all(map(torch.equal, got, [x.grad, plain.weight.grad]))
             check("trigger", f"{name}, {what}: run twice, with the gradients of one run", len(ran) == 3 and same)
+
+
+def without_fp8():
+    """What was checkpointed outside of fp8_autocast is recomputed without FP8, wherever its backward is."""
+    for name, reentrant in WAYS.items():
+        (layer,), enabled = repro.blocks(1), []
+
+        def run(x, layer=layer, enabled=enabled):
+            enabled.append(repro.manager.is_fp8_enabled())
+            return layer(x)
+
+        for where in (contextlib.nullcontext(), autocast()):
+            x, gradient = data()
+            y = repro.te.checkpoint(run, x.requires_grad_(), use_reentrant=reentrant)
+            with where:
+                y.backward(gradient)
+            got = [x.grad, layer.weight.grad, layer.bias.grad]
+            x.grad = layer.weight.grad = layer.bias.grad = None
+            layer(x).backward(gradient)
+            same = all(map(torch.equal, got, [x.grad, layer.weight.grad, layer.bias.grad]))
+            layer.zero_grad()
+            check("trigger", f"{name}: what is not in FP8 is recomputed without: {enabled}", same and not any(enabled))
+
+
+def plain_inputs():
+    """A first block, whose input needs no gradient, is trained; not reentrant, for else torch's way is to train nothing. From 2.16 on the release raises."""
+    if Version(repro.FACTS["version"]) >= Version("2.16"):
+        return
+    found = []
+    for checkpointed in (False, True):
+        parts, seen = repro.blocks(2), []
+        torch.manual_seed(1)
+        for _ in range(5):
+            x, gradient = data()
+            with autocast():
+                y = repro.te.checkpoint(parts[0], x, use_reentrant=False) if checkpointed else parts[0](x)
+                y = parts[1](y)
+            y.backward(gradient)
+            seen += [y.detach(), *(p.grad.clone() for p in parts.parameters())]
+            seen += [part.fp8_meta[f"scaling_{way}"].scale.clone() for part in parts for way in ("fwd", "bwd")]
+            parts.zero_grad()
+        found.append(seen)
+    check("trigger", "an input without a gradient: bitwise as without checkpointing", all(map(torch.equal, *found)))
+
+
+def reductions():
+    """Amaxes are reduced by their maximum, over the group of fp8_autocast, also in a recomputation."""
+    for name, how in (("no checkpoint", ()), ("reentrant", ((0,), "reentrant")), ("not reentrant", ((0,), "not reentrant"))):
+        group, seen, parts = object(), [], repro.blocks(1)
+        x, gradient = data()
+
+        def reduce(tensor, op=torch.distributed.ReduceOp.SUM, group=None, async_op=False, seen=seen):
+            seen.append((op == torch.distributed.ReduceOp.MAX, group, async_op))
+
+        ranks = {"is_initialized": lambda: True, "get_world_size": lambda *_, **__: 2, "all_reduce": reduce}
+        recipe = repro.recipes.DelayedScaling(amax_history_len=4, amax_compute_algo=repro.largest)
+        with mock.patch.multiple(torch.distributed, **ranks):
+            with repro.te.fp8_autocast(enabled=True, fp8_recipe=recipe, fp8_group=group):
+                y = repro.forward(parts, x.requires_grad_(), *how)
+            y.backward(gradient)
+        check("trigger", f"{name}: {len(seen)} reductions by the maximum, over the group", {*seen} == {(True, group, False)})
 
 
 def spread():
@@ -216,5 +280,8 @@ def main():
     random_numbers()
     memory()
     without_modules()
+    without_fp8()
+    plain_inputs()
+    reductions()
     spread()
     of_recipes()

@@ -261,8 +261,8 @@ class Several(torch.nn.Module):
         return y + other, gain * y
 
 
-def arguments():
-    """What a checkpoint is given and gives back beside one tensor is as without it."""
+def arguments(by_name):
+    """What a checkpoint is given, by its place or ``by_name``, and gives back beside one tensor is as without it."""
     found = []
     for how in (None, {}, {"use_reentrant": False}):
         (layer,), seen = repro.blocks(1), []
@@ -270,15 +270,18 @@ def arguments():
         torch.manual_seed(1)
         for i in range(EVERY):
             (x, gradient), (other, _) = inputs(i), data()
-            given = x.requires_grad_(), other.requires_grad_(), 2.0
+            named = {"x": x.requires_grad_(), "other": other.requires_grad_(), "factor": 2.0, "gain": 3.0}
+            # Reentrant, as torch's, trains nothing where what is given by its place needs no gradient.
+            given = [named.pop(each) for each in (("x", "other", "factor"), ("x",) if how == {} else ())[by_name]]
             with repro.te.fp8_autocast(enabled=True, fp8_recipe=fp8):
-                outs = block(*given, gain=3.0) if how is None else repro.te.checkpoint(block, *given, gain=3.0, **how)
+                outs = block(*given, **named) if how is None else repro.te.checkpoint(block, *given, **named, **how)
             (outs[0] - 2 * outs[1]).backward(gradient)
             seen += [*outs, x.grad, other.grad, *states([[layer]])]
         found.append([tensor.detach() for tensor in seen])
     for name, got in zip(("reentrant", "not reentrant"), found[1:], strict=True):
         same = all(map(equal, got, found[0]))
-        check("trigger", f"{name}: two tensors, a number and a keyword, two outputs: bitwise as without checkpointing", same)
+        what = "tensors and numbers by name" if by_name else "two tensors, a number and a keyword"
+        check("trigger", f"{name}: {what}, two outputs: bitwise as without checkpointing", same)
 
 
 class Waits(TorchDispatchMode):
@@ -525,7 +528,8 @@ def main():
         recomputed(how, runs)
     by_default()
     two_recipes()
-    arguments()
+    arguments(by_name=False)
+    arguments(by_name=True)
     beside.main()
     for how in ("reentrant", "not reentrant", "nested"):
         found = waits((0,), how)
@@ -541,7 +545,8 @@ def main():
         same(f"blocks {which}, three checkpoints deep", one, function, checkpointed=which, how="three deep")
     for how in ("reentrant", "not reentrant", "nested"):
         same(f"two layers a block, {how}", two, function, checkpointed=(0, 1, 2), how=how)
-        same(f"two microbatches, {how}", one, function, checkpointed=every, how=how, microbatches=2)
+        for count, word in ((2, "two"), (3, "three")):
+            same(f"{word} microbatches, {how}", one, function, checkpointed=every, how=how, microbatches=count)
         same(f"an error in a checkpoint between steps, {how}", one, function, checkpointed=(1, 2), how=how, between=failure)
         same(f"an error in a recomputation between steps, {how}", one, function, checkpointed=(1, 2), how=how, between=lost)
         same(f"an evaluation between steps, {how}", one, function, checkpointed=(1, 2), how=how, between=evaluation)
