@@ -1,0 +1,259 @@
+"""The deep check of pack46's fix: other sizes, recipes, parts that are frozen, microbatches, blocks, and reentrant checkpoints; all bitwise as without te.checkpoint.
+
+Runs after repro.py on the patched side. Blocks have to be run again as they were run, what they store has to be freed, and an input that needs no gradient has to
+stay so.
+"""
+
+import contextlib
+import gc
+import weakref
+from functools import partial
+
+import repro
+import torch
+from repro import STEPS, check, finish
+
+
+def layer(rows, columns, **options):
+    return repro.te.Linear(rows, columns, device="cuda", params_dtype=torch.bfloat16, **options)
+
+
+def one():
+    return torch.nn.Sequential(layer(64, 48))
+
+
+def two(between=torch.nn.GELU):
+    return torch.nn.Sequential(layer(64, 96), between(), layer(96, 48))
+
+
+def frozen(*names):
+    """Two layers, of which the first one's ``names`` are not trained."""
+    block = two()
+    for name in names:
+        getattr(block[0], name).requires_grad_(False)
+    return block
+
+
+class Embedded(torch.nn.Sequential):
+    """A frozen embedding of what the input says, and a layer."""
+
+    def __init__(self):
+        super().__init__(layer(64, 48))
+        self.table = torch.randn(16, 64, device="cuda", dtype=torch.bfloat16)
+
+    def forward(self, x):
+        return super().forward(self.table[(x[:, 0] > 0).long()])
+
+
+class Scaled(torch.nn.Sequential):
+    def forward(self, x, *, scale):
+        return super().forward(x * scale)
+
+
+def in_fp32():
+    """A layer of torch's with weights in fp32, which takes the other's output in torch.autocast alone."""
+    return torch.nn.Sequential(layer(64, 48), torch.nn.Linear(48, 48, device="cuda"))
+
+
+def delayed(**options):
+    return repro.recipes.DelayedScaling(amax_history_len=1024, **options)
+
+
+def recipes():
+    """By name, with a size; the lane te-cpu has delayed scaling alone."""
+    known = {"delayed scaling": (delayed, 64)}
+    known["delayed scaling, the most recent"] = partial(delayed, amax_compute_algo="most_recent"), 64
+    if repro.FACTS["evidence"].startswith("device"):
+        known |= {
+            "current scaling": (repro.recipes.Float8CurrentScaling, 64),
+            "blocks": (repro.recipes.Float8BlockScaling, 256),
+        }
+    return known
+
+
+@contextlib.contextmanager
+def autocast():
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cuda", dtype=torch.bfloat16):
+        yield
+
+
+def trained(make, recipe, how=None, wanted=False, size=(32, 64), microbatches=1, cached=False, after=None, amp=False, **named):
+    """Outputs, gradients and scales of each step; how often the block ran; inputs that have another gradient than is wanted."""
+    torch.manual_seed(0)
+    repro.manager.reset()
+    block, last, found, ran, odd = make(), after and layer(48, 48), [], [], 0
+    block[0].register_forward_pre_hook(lambda *_: ran.append(1))
+    parameters = [*block.parameters(), *(last.parameters() if last else ())]
+    for _ in range(STEPS):
+        pairs = []
+        for i in range(microbatches):
+            x = torch.randn(size, device="cuda", dtype=torch.bfloat16).requires_grad_(wanted)
+            run = partial(block[0], is_first_microbatch=i == 0) if cached else block
+            around = autocast() if amp else contextlib.nullcontext()
+            with repro.te.fp8_autocast(enabled=True, fp8_recipe=recipe), around:
+                y = run(x, **named) if how is None else repro.te.checkpoint(run, x, **named, **how)
+                y = repro.te.checkpoint(last, y, **how or {}) if last and how is not None else last(y) if last else y
+            pairs.append((x, y))
+        for x, y in pairs[::-1] if cached else pairs:
+            y.backward(torch.randn_like(y))
+            odd += (x.grad is not None) != wanted or x.requires_grad != wanted
+            found += [y.detach(), *([x.grad] if wanted else [])]
+        found += [p.grad.clone() for p in parameters if p.requires_grad]
+        states = [m.fp8_meta["scaling_fwd"] for m in block if hasattr(m, "fp8_meta")]
+        found += [state.scale.clone() for state in states if hasattr(state, "scale")]
+        block.zero_grad()
+    return found, len(ran), odd
+
+
+def same(name, make, **options):
+    """Bitwise the same as without a checkpoint, with two runs of the block for each forward."""
+    how = {"use_reentrant": options.pop("reentrant", False), **options.pop("how", {})}
+    recipe = options.pop("recipe", delayed)
+    want, runs, _ = trained(make, recipe(), **options)
+    got, again, odd = trained(make, recipe(), how, **options)
+    check("control", f"{name}: gradients without te.checkpoint are numbers", all(t.isfinite().all() for t in want))
+    if options.get("cached"):  # backwards in another order than the forwards take each other's scales (pack22)
+        far = [(a.double() - b.double()).norm() / b.double().norm() for a, b in zip(got, want, strict=True)]
+        check("trigger", f"{name}: as without te.checkpoint, but for scales", error=torch.stack(far).max(), limit=0.2)
+    else:
+        check("trigger", f"{name}: bitwise as without te.checkpoint", all(map(torch.equal, got, want)))
+    check("trigger", f"{name}: blocks run {again} times, of {2 * runs}", again == 2 * runs)
+    check("trigger", f"{name}: inputs have a gradient where one is wanted", not odd)
+
+
+def grouped():
+    """GroupedLinear, of which the lane te-cpu has no GEMM."""
+    torch.manual_seed(0)
+    block = repro.te.GroupedLinear(2, 64, 64, device="cuda", params_dtype=torch.bfloat16)
+    for wanted in (True, False):
+        x, gradient = torch.randn(2, 64, 64, device="cuda", dtype=torch.bfloat16)
+        found = []
+        for checkpointed in (False, True):
+            leaf = x.clone().requires_grad_(wanted)
+            with repro.te.fp8_autocast(enabled=True, fp8_recipe=repro.recipes.Float8CurrentScaling()):
+                y = repro.te.checkpoint(block, leaf, [32, 32], use_reentrant=False) if checkpointed else block(leaf, [32, 32])
+            y.backward(gradient)
+            found.append([y.detach(), *(p.grad.clone() for p in block.parameters()), *([leaf.grad] if wanted else [])])
+            block.zero_grad()
+        name = f"GroupedLinear, an input that needs {'a' if wanted else 'no'} gradient"
+        check("trigger", f"{name}: bitwise as without te.checkpoint", all(map(torch.equal, *found)))
+
+
+def right(wanted):
+    """Outputs and gradients are those of the layer, as far as FP8 goes; the input is given by its name."""
+    torch.manual_seed(0)
+    repro.manager.reset()
+    (part,) = one()
+    for _ in range(2):  # the second one has scales
+        x, gradient = (torch.randn(64, n, device="cuda", dtype=torch.bfloat16) for n in (64, 48))
+        part.zero_grad()
+        with repro.te.fp8_autocast(enabled=True, fp8_recipe=delayed()):
+            y = repro.te.checkpoint(part, inp=x.requires_grad_(wanted), use_reentrant=False)
+        y.backward(gradient)
+    wide = [t.detach().double() for t in (x, part.weight, part.bias, gradient)]
+    cases = [("output", y, wide[0] @ wide[1].T + wide[2]), ("gradient of the weight", part.weight.grad, wide[3].T @ wide[0])]
+    cases += [("gradient of the bias", part.bias.grad, wide[3].sum(0))]
+    cases += [("gradient of the input", x.grad, wide[3] @ wide[1])] if wanted else []
+    for name, got, want in cases:
+        name = f"an input that needs {'a' if wanted else 'no'} gradient: {name} against fp64"
+        check("trigger", name, error=((got - want).norm() / want.norm()).item(), limit=0.1)
+
+
+def entered():
+    """Each run is in its context of ``context_fn``."""
+    for wanted in (True, False):
+        part, seen, ran = one(), [], []
+        part[0].register_forward_pre_hook(lambda *_, ran=ran: ran.append(1))
+
+        @contextlib.contextmanager
+        def context(which, seen=seen, ran=ran):
+            seen.append((which, len(ran)))
+            yield
+
+        x = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16).requires_grad_(wanted)
+        both = lambda context=context: (context("first"), context("again"))  # noqa: E731
+        with repro.te.fp8_autocast(enabled=True, fp8_recipe=delayed()):
+            y = repro.te.checkpoint(part, x, use_reentrant=False, context_fn=both)
+        y.sum().backward()
+        name = f"an input that needs {'a' if wanted else 'no'} gradient: each run is in its context"
+        check("trigger", name, seen == [("first", 0), ("again", 1)])
+
+
+def freed(wanted):
+    """What a block stores is freed after its forward, and nothing is kept after the backward."""
+    block, inner, alive, counts = two(), [], [], []
+    block[1].register_forward_hook(lambda _, __, y: inner.append(weakref.ref(y)))
+    for i in range(7):
+        x = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16).requires_grad_(wanted)
+        with repro.te.fp8_autocast(enabled=True, fp8_recipe=delayed()):
+            y = repro.te.checkpoint(block, x, use_reentrant=False)
+        gc.collect()
+        alive.append(sum(each() is not None for each in inner))
+        y.sum().backward()
+        del x, y
+        gc.collect()
+        counts += [sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())] * (i in (2, 6))
+    name = f"an input that needs {'a' if wanted else 'no'} gradient: activations are freed after the forward"
+    check("trigger", name, not any(alive))
+    check("trigger", f"{name}; {counts[1] - counts[0]} tensors more are there", counts[1] <= counts[0])
+
+
+def without_gradients():
+    """Where none are wanted a checkpoint gives what the block gives, and nothing to recompute."""
+    for name, block, mode in (
+        ("without gradients", two(), torch.no_grad),
+        ("all parameters frozen", two().requires_grad_(False), torch.enable_grad),
+    ):
+        x = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16)
+        repro.manager.reset()
+        with mode(), repro.te.fp8_autocast(enabled=True, fp8_recipe=delayed()):
+            want = block(x)
+            got = repro.te.checkpoint(block, x, use_reentrant=False)
+        check("trigger", f"{name}: bitwise as without te.checkpoint", torch.equal(got, want))
+        check("trigger", f"{name}: the output needs none", not got.requires_grad)
+
+
+def main():
+    for name, (recipe, features) in recipes().items():
+        make = lambda features=features: torch.nn.Sequential(layer(features, features))  # noqa: E731
+        for rows in (features, 2 * features):
+            same(f"{name}, {rows} rows", make, recipe=recipe, size=(rows, features))
+    for rows in (16, 64):
+        same(f"64 x 48, {rows} rows", one, size=(rows, 64))
+    same("two layers", two)
+    same("dropout", partial(two, torch.nn.Dropout))
+    same("the output of a frozen embedding", Embedded)
+    same("a keyword besides", lambda: Scaled(layer(64, 48)), scale=3.0)
+    same("in torch.autocast", in_fp32, amp=True)
+    same("its weight is frozen", partial(frozen, "weight"))
+    same("its bias is frozen", partial(frozen, "bias"))
+    same("all of it is frozen", partial(frozen, "weight", "bias"))
+    same("two blocks", one, after=True)
+    for count in (2, 3):
+        same(f"{count} microbatches", two, microbatches=count)
+    for reentrant in (True, False):
+        kind = "reentrant" if reentrant else "not reentrant"
+        same(f"an input that needs a gradient, {kind}", two, wanted=True, reentrant=reentrant)
+        same(f"an input that needs a gradient, {kind}, two blocks", one, wanted=True, reentrant=reentrant, after=True)
+        same(
+            f"an input that needs a gradient, {kind}, dropout", partial(two, torch.nn.Dropout), wanted=True, reentrant=reentrant
+        )
+    for reentrant, wanted in ((True, True), (False, True), (False, False)):
+        name = (
+            f"weights cast once for 3 microbatches, {'' if reentrant else 'not '}reentrant, {'a' if wanted else 'no'} gradient"
+        )
+        same(name, one, microbatches=3, cached=True, reentrant=reentrant, wanted=wanted)
+    right(True)
+    right(False)
+    entered()
+    if repro.FACTS["evidence"].startswith("device"):
+        grouped()
+    freed(False)
+    freed(True)
+    without_gradients()
+    finish()
+
+
+if __name__ == "__main__":
+    repro.te, repro.recipes, repro.manager = repro.release()
+    main()
