@@ -204,7 +204,8 @@ def _operations(tex: Any) -> list[Any]:
 
     def quantize(tensor: Any, quantizer: Any, output: Any = None, noop: Any = None) -> Any:
         if output is None:
-            output = quantizer.make_empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            # Not the quantizer's make_empty: up to 2.15 that is Python's, and gives a tensor also where the compiled module gives its storage.
+            output = create_empty_quantized_tensor(quantizer, tensor.shape, tensor.dtype, tensor.device)
         if noop is not None and noop.item():
             return output
         fp8, values = torch_dtype(quantizer.dtype), tensor.detach().float()

@@ -17,7 +17,7 @@ def _with_gradients(name, needs):
 
 FIX = {
     "transformer_engine/pytorch/module/linear.py": (
-        _with_gradients("linear", r"(?:inp\.|args\.input_)requires_grad and not is_fsdp2"),
+        _with_gradients("linear", r"(?:inp\.|args\.input_)requires_grad(?: and not is_fsdp2)?"),
     ),
     "transformer_engine/pytorch/module/grouped_linear.py": (_with_gradients("grouped", r"inp\.requires_grad"),),
 }

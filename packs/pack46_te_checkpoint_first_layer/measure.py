@@ -1,4 +1,9 @@
-"""Which modules and recipes fail: te.checkpoint(use_reentrant=False) of each, with an input that needs no gradient, and with one that does."""
+"""Which modules and recipes fail: te.checkpoint(use_reentrant=False) of each, with an input that needs no gradient, and with one that does.
+
+A recipe's ``backward_override``, where it has one, is a backward in another precision than FP8. No verdict.
+"""
+
+from functools import partial
 
 import repro
 import torch
@@ -16,32 +21,55 @@ def modules():
     yield "GroupedLinear", te.GroupedLinear(2, SIZE, SIZE, **bf16), ([64, 64],)
 
 
-def outcome(module, more, recipe, wanted):
-    """ "right" where parameters have the gradients that they have without a checkpoint, or what is raised."""
+def outcome(module, more, recipe, wanted, **named):
+    """1 under "right" where output and gradients are bitwise those without a checkpoint; 0, and what is raised, where something is."""
     found, gradient = [], torch.randn(128, SIZE, device="cuda", dtype=torch.bfloat16)
-    x = torch.randn(128, SIZE, device="cuda", dtype=torch.bfloat16).requires_grad_(wanted)
+    values = torch.randn(128, SIZE, device="cuda", dtype=torch.bfloat16)
     try:
         for checkpointed in (False, True):
+            x = values.clone().requires_grad_(wanted)
             with repro.te.fp8_autocast(enabled=True, fp8_recipe=recipe):
-                y = repro.te.checkpoint(module, x, *more, use_reentrant=False) if checkpointed else module(x, *more)
+                y = (
+                    repro.te.checkpoint(module, x, *more, use_reentrant=False, **named)
+                    if checkpointed
+                    else module(x, *more, **named)
+                )
             y.backward(gradient)
-            found.append([p.grad.clone() for p in module.parameters()])
+            found.append([y.detach(), *([x.grad] if wanted else []), *(p.grad.clone() for p in module.parameters())])
             module.zero_grad()
     except Exception as error:  # what it raises is the finding
         return {"right": 0, "raises": f"{type(error).__name__}: {error}".splitlines()[0][:100]}
     return {"right": int(all(map(torch.equal, *found)))}
 
 
+def recipes():
+    """By name: how each is made."""
+    current, field = repro.recipes.Float8CurrentScaling, "backward_override"
+    yield "Float8CurrentScaling", current
+    yield "Float8BlockScaling", repro.recipes.Float8BlockScaling
+    for kind in ("high_precision", "dequantized") if field in current.__dataclass_fields__ else ():
+        yield f"Float8CurrentScaling({field}={kind})", partial(current, **{field: kind})
+
+
+def measured(case, *given, **named):
+    repro.manager.reset()
+    FACTS["metrics"][case] = outcome(*given, **named)
+    print(f"{case}: {FACTS['metrics'][case]}", flush=True)
+
+
 def main():
     for name, module, more in modules():
-        for recipe in (repro.recipes.Float8CurrentScaling(), repro.recipes.Float8BlockScaling()):
+        for kind, recipe in recipes():
             for wanted in (True, False):
-                repro.manager.reset()
-                case = f"{name}, {type(recipe).__name__}, an input that needs {'a' if wanted else 'no'} gradient"
-                FACTS["metrics"][case] = outcome(module, more, recipe, wanted)
-                print(f"{case}: {FACTS['metrics'][case]}", flush=True)
-    right = [row["right"] for case, row in FACTS["metrics"].items() if "needs a " in case]
-    check("control", "with an input that needs a gradient all are right", all(right))
+                measured(
+                    f"{name}, {kind}, an input that needs {'a' if wanted else 'no'} gradient", module, more, recipe(), wanted
+                )
+    _, linear, _ = next(modules())
+    measured(
+        "Linear, is_first_microbatch=True", linear, (), repro.recipes.Float8CurrentScaling(), False, is_first_microbatch=True
+    )
+    right = [row["right"] for case, row in FACTS["metrics"].items() if "needs a " in case and "override" not in case]
+    check("control", "with an input that needs a gradient all are right, but for backward_override", all(right))
     finish("MEASURED")
 
 

@@ -28,7 +28,7 @@ def release():
     except (OSError, AssertionError, RuntimeError, StopIteration) as error:
         if "transformer_engine_torch" in sys.modules:
             raise
-        print(f"No compiled transformer-engine ({type(error).__name__}): nox -s pack46 runs it without.")
+        print(f"No compiled transformer-engine ({type(error).__name__}: {error}): nox -s pack46 runs it without.")
         finish("UNTESTABLE", "no-device")
     state = next(m for name in ("quantization", "fp8") if (m := sys.modules.get(f"transformer_engine.pytorch.{name}")))
     if not torch.cuda.is_available() or not state.FP8GlobalStateManager.is_fp8_available()[0]:

@@ -13,9 +13,11 @@ import repro
 import torch
 from repro import STEPS, check, finish
 
+OVERRIDE = "backward_override"  # of a recipe: a backward in another precision, which needs no transposed weight
 
-def layer(rows, columns, **options):
-    return repro.te.Linear(rows, columns, device="cuda", params_dtype=torch.bfloat16, **options)
+
+def layer(rows, columns, dtype=torch.bfloat16):
+    return repro.te.Linear(rows, columns, device="cuda", params_dtype=dtype)
 
 
 def one():
@@ -50,6 +52,53 @@ class Scaled(torch.nn.Sequential):
         return super().forward(x * scale)
 
 
+class Beside(torch.nn.Sequential):
+    """Two layers that take the same input."""
+
+    def forward(self, x):
+        return self[0](x) * self[1](x)
+
+
+class Detached(torch.nn.Sequential):
+    """The input needs a gradient, and what the layer gets of it needs none."""
+
+    def forward(self, x):
+        return super().forward(x.detach()) * x[:, :48]
+
+
+class Inside(torch.nn.Sequential):
+    """FP8 is on in the block alone."""
+
+    def __init__(self, *layers):
+        super().__init__(*layers)
+        self.recipe = delayed()
+
+    def forward(self, x):
+        with repro.te.fp8_autocast(enabled=True, fp8_recipe=self.recipe):
+            return super().forward(x)
+
+
+class Drawn(torch.nn.Sequential):
+    """Draws of a generator that ``get_rng_state_tracker`` knows."""
+
+    generator = torch.Generator()
+
+    def __init__(self):
+        super().__init__(layer(64, 48))
+        self.generator.manual_seed(0)
+
+    def forward(self, x):
+        return super().forward(x * torch.rand(x.shape, generator=self.generator).to(x))
+
+
+class Tracker:
+    def get_states(self):
+        return {"drawn": Drawn.generator.get_state()}
+
+    def set_states(self, states):
+        Drawn.generator.set_state(states["drawn"])
+
+
 def in_fp32():
     """A layer of torch's with weights in fp32, which takes the other's output in torch.autocast alone."""
     return torch.nn.Sequential(layer(64, 48), torch.nn.Linear(48, 48, device="cuda"))
@@ -64,10 +113,13 @@ def recipes():
     known = {"delayed scaling": (delayed, 64)}
     known["delayed scaling, the most recent"] = partial(delayed, amax_compute_algo="most_recent"), 64
     if repro.FACTS["evidence"].startswith("device"):
+        current = repro.recipes.Float8CurrentScaling
         known |= {
-            "current scaling": (repro.recipes.Float8CurrentScaling, 64),
+            "current scaling": (current, 64),
             "blocks": (repro.recipes.Float8BlockScaling, 256),
         }
+        for kind in ("high_precision", "dequantized") if OVERRIDE in current.__dataclass_fields__ else ():
+            known[f"current scaling, {OVERRIDE}={kind}"] = partial(current, **{OVERRIDE: kind}), 64
     return known
 
 
@@ -77,20 +129,32 @@ def autocast():
         yield
 
 
-def trained(make, recipe, how=None, wanted=False, size=(32, 64), microbatches=1, cached=False, after=None, amp=False, **named):
-    """Outputs, gradients and scales of each step; how often the block ran; inputs that have another gradient than is wanted."""
+def trained(
+    make,
+    recipe,
+    how=None,
+    wanted=False,
+    size=(32, 64),
+    dtype=torch.bfloat16,
+    microbatches=1,
+    cached=False,
+    after=None,
+    **options,
+):
+    """Outputs, gradients and scales of each step, after which weights change their sign; how often the block ran; inputs that have another gradient than is wanted."""
     torch.manual_seed(0)
     repro.manager.reset()
     block, last, found, ran, odd = make(), after and layer(48, 48), [], [], 0
     block[0].register_forward_pre_hook(lambda *_: ran.append(1))
+    amp, named = options.pop("amp", False), options
     parameters = [*block.parameters(), *(last.parameters() if last else ())]
     for _ in range(STEPS):
         pairs = []
         for i in range(microbatches):
-            x = torch.randn(size, device="cuda", dtype=torch.bfloat16).requires_grad_(wanted)
+            x = torch.randn(size, device="cuda", dtype=dtype).requires_grad_(wanted)
             run = partial(block[0], is_first_microbatch=i == 0) if cached else block
             around = autocast() if amp else contextlib.nullcontext()
-            with repro.te.fp8_autocast(enabled=True, fp8_recipe=recipe), around:
+            with repro.te.fp8_autocast(enabled=not isinstance(block, Inside), fp8_recipe=recipe), around:
                 y = run(x, **named) if how is None else repro.te.checkpoint(run, x, **named, **how)
                 y = repro.te.checkpoint(last, y, **how or {}) if last and how is not None else last(y) if last else y
             pairs.append((x, y))
@@ -101,7 +165,9 @@ def trained(make, recipe, how=None, wanted=False, size=(32, 64), microbatches=1,
         found += [p.grad.clone() for p in parameters if p.requires_grad]
         states = [m.fp8_meta["scaling_fwd"] for m in block if hasattr(m, "fp8_meta")]
         found += [state.scale.clone() for state in states if hasattr(state, "scale")]
-        block.zero_grad()
+        for p in parameters:
+            p.data.neg_()
+            p.grad = None
     return found, len(ran), odd
 
 
@@ -179,20 +245,29 @@ def entered():
         check("trigger", name, seen == [("first", 0), ("again", 1)])
 
 
+def tensors(*dtypes):
+    """How many tensors Python knows, of these dtypes or of any."""
+    gc.collect()
+    known = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
+    return sum(not dtypes or (type(each) is torch.Tensor and each.dtype in dtypes and each.ndim > 1) for each in known)
+
+
 def freed(wanted):
-    """What a block stores is freed after its forward, and nothing is kept after the backward."""
+    """What a block stores is freed after its forward, in FP8 and not, and nothing is kept after the backward."""
     block, inner, alive, counts = two(), [], [], []
+    first = (
+        2 if int(repro.FACTS["version"].split(".")[1]) >= 4 else STEPS + 9
+    )  # before 2.4 weights in FP8 are kept till the backward
     block[1].register_forward_hook(lambda _, __, y: inner.append(weakref.ref(y)))
     for i in range(7):
+        before = tensors(torch.uint8)
         x = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16).requires_grad_(wanted)
         with repro.te.fp8_autocast(enabled=True, fp8_recipe=delayed()):
             y = repro.te.checkpoint(block, x, use_reentrant=False)
-        gc.collect()
-        alive.append(sum(each() is not None for each in inner))
+        alive.append(sum(each() is not None for each in inner) + (tensors(torch.uint8) - before) * (i >= first))
         y.sum().backward()
         del x, y
-        gc.collect()
-        counts += [sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())] * (i in (2, 6))
+        counts += [tensors()] * (i in (2, 6))
     name = f"an input that needs {'a' if wanted else 'no'} gradient: activations are freed after the forward"
     check("trigger", name, not any(alive))
     check("trigger", f"{name}; {counts[1] - counts[0]} tensors more are there", counts[1] <= counts[0])
@@ -218,11 +293,20 @@ def main():
         make = lambda features=features: torch.nn.Sequential(layer(features, features))  # noqa: E731
         for rows in (features, 2 * features):
             same(f"{name}, {rows} rows", make, recipe=recipe, size=(rows, features))
+        same(f"{name}, an input that needs a gradient", make, recipe=recipe, size=(features, features), wanted=True)
     for rows in (16, 64):
         same(f"64 x 48, {rows} rows", one, size=(rows, 64))
     same("two layers", two)
     same("dropout", partial(two, torch.nn.Dropout))
     same("the output of a frozen embedding", Embedded)
+    same("two layers beside each other", lambda: Beside(layer(64, 48), layer(64, 48)))
+    same("an input that is detached in the block", lambda: Detached(layer(64, 48)), wanted=True)
+    if int(repro.FACTS["version"].split(".")[1]) >= 19:  # before, a checkpoint has to be called with FP8 on, whatever its input
+        same("FP8 in the block alone", lambda: Inside(layer(64, 48)))
+    same("draws of its own", Drawn, how={"get_rng_state_tracker": Tracker})
+    same("a sequence of batches", one, size=(16, 2, 64))
+    for dtype in (torch.float32, torch.float16):
+        same(f"weights in {dtype}", lambda dtype=dtype: torch.nn.Sequential(layer(64, 48, dtype)), dtype=dtype)
     same("a keyword besides", lambda: Scaled(layer(64, 48)), scale=3.0)
     same("in torch.autocast", in_fp32, amp=True)
     same("its weight is frozen", partial(frozen, "weight"))
