@@ -13,7 +13,6 @@ from unittest import mock
 
 import repro
 import torch
-from packaging.version import Version
 from repro import check, data
 
 WAYS = {"reentrant": True, "not reentrant": False}
@@ -180,27 +179,6 @@ def without_fp8():
             check("trigger", f"{name}: what is not in FP8 is recomputed without: {enabled}", same and not any(enabled))
 
 
-def plain_inputs():
-    """A first block, whose input needs no gradient, is trained; not reentrant, for else torch's way is to train nothing. From 2.16 on the release raises."""
-    if Version(repro.FACTS["version"]) >= Version("2.16"):
-        return
-    found = []
-    for checkpointed in (False, True):
-        parts, seen = repro.blocks(2), []
-        torch.manual_seed(1)
-        for _ in range(5):
-            x, gradient = data()
-            with autocast():
-                y = repro.te.checkpoint(parts[0], x, use_reentrant=False) if checkpointed else parts[0](x)
-                y = parts[1](y)
-            y.backward(gradient)
-            seen += [y.detach(), *(p.grad.clone() for p in parts.parameters())]
-            seen += [part.fp8_meta[f"scaling_{way}"].scale.clone() for part in parts for way in ("fwd", "bwd")]
-            parts.zero_grad()
-        found.append(seen)
-    check("trigger", "an input without a gradient: bitwise as without checkpointing", all(map(torch.equal, *found)))
-
-
 def reductions():
     """Amaxes are reduced by their maximum, over the group of fp8_autocast, also in a recomputation."""
     for name, how in (("no checkpoint", ()), ("reentrant", ((0,), "reentrant")), ("not reentrant", ((0,), "not reentrant"))):
@@ -281,7 +259,6 @@ def main():
     memory()
     without_modules()
     without_fp8()
-    plain_inputs()
     reductions()
     spread()
     of_recipes()

@@ -7,6 +7,7 @@ other algorithms, outliers in inputs and gradients; scales by their definition; 
 import contextlib
 import os
 import sys
+import threading
 from functools import partial
 from unittest import mock
 
@@ -48,11 +49,16 @@ def inputs(i, nan=False):
 
 
 def forward(parts, x, checkpointed=(), how="reentrant"):
-    """As repro.forward; "within" is one checkpoint, with one in it of the second block, and of the blocks after that, if it is not the "last" thing in it."""
+    """As repro.forward; "within" is one checkpoint, with one in it of the second block, and of the blocks after that, if it is not the "last" thing in it.
+
+    "within, deeper" has one more around the first three of its four blocks.
+    """
     if "within" not in how or not checkpointed:
         return repro.forward(parts, x, checkpointed, how)
     checkpoint = partial(repro.te.checkpoint, use_reentrant="not reentrant" not in how)
     first, second, *rest = parts
+    if "deeper" in how:
+        return checkpoint(lambda x: rest[1](checkpoint(lambda x: rest[0](checkpoint(second, first(x))), x)), x)
     inner = lambda x: checkpoint(second, first(x))  # noqa: E731
     if "last" in how:
         return repro.forward(rest, checkpoint(inner, x))
@@ -187,8 +193,13 @@ def followed():
 
 def by_functions():
     """A function's own number is taken, with a checkpoint and without: an average of a history, its newest row, a scale of its own."""
-    own = repro.recipes.DelayedScaling(amax_history_len=LENGTH, scaling_factor_compute_algo=doubled)
+    own, smooth = (
+        repro.recipes.DelayedScaling(amax_history_len=LENGTH, scaling_factor_compute_algo=function)
+        for function in (doubled, smoothed)
+    )
     for name, fp8, want in (
+        ("the amax of the step before", recipe(before), lambda seen: 448 / seen[-2] if len(seen) > 1 else 1),
+        ("a scale between the last one and that of the amax", smooth, scale_of_all),
         ("an average", recipe(average), lambda seen: 448 / (sum(seen[-LENGTH:]) / LENGTH)),
         ("the newest amax", recipe(newest), lambda seen: 448 / seen[-1]),
         ("a scale of a function", own, lambda seen: 448 / max(seen[-LENGTH:]) / 2),
@@ -287,7 +298,16 @@ def arguments(by_name):
 class Waits(TorchDispatchMode):
     """What waits for the GPU: what gives its numbers to the host, and operators whose result's shape depends on numbers, as a mask picks them."""
 
-    OPERATORS = "_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive"
+    OPERATORS = (
+        "_local_scalar_dense",
+        "equal",
+        "allclose",
+        "nonzero",
+        "masked_select",
+        "_unique2",
+        "unique_dim",
+        "unique_consecutive",
+    )
     METHODS = "item", "tolist", "cpu", "numpy", "to", "__bool__", "__int__", "__float__", "__index__"
 
     def __init__(self):
@@ -381,6 +401,12 @@ def reduced():
         step(parts, fp8, *data())
     scale = parts[1].fp8_meta["scaling_fwd"].scale[1].item()
     check("trigger", "the scale of a weight that is 0 is that of another rank's", abs(scale * 5 / 448 - 1) < 1e-6)
+    parts = repro.blocks(2)
+    for run in (parts, parts[:1]):
+        with as_two_ranks(lambda amaxes: amaxes.copy_(torch.where(amaxes == 0, 5.0, amaxes))):
+            step(run, fp8, *data())
+    amax = parts[1].fp8_meta["scaling_fwd"].amax_history[-1, 0].item()
+    check("trigger", "a module that runs on another rank alone has the amax of that rank", amax == 5)
     parts = repro.blocks(1)
     with as_two_ranks(lambda amaxes: amaxes.fill_(5.0)):
         step(parts, fp8, *(0 * t for t in data()))
@@ -503,6 +529,48 @@ def two_recipes():
     want = 448 / largest[0], 448 / max(largest[1:]) / 2
     same = all(abs(a / b - 1) < 1e-6 for a, b in zip(scales, want, strict=True))
     check("trigger", "two recipes: each module has the scale of its own", same)
+    parts, (x, gradient) = repro.blocks(2), data("fwd")
+    with repro.te.fp8_autocast(enabled=True, fp8_recipe=recipe(repro.largest)):
+        h = parts[0](x.requires_grad_())
+        with repro.te.fp8_autocast(enabled=True, fp8_recipe=recipe(repro.largest, margin=1)):
+            y = parts[1](h)
+    y.backward(gradient)
+    scales = [part.fp8_meta["scaling_fwd"].scale[0].item() for part in parts]
+    want = 448 / x.detach().float().abs().max().item(), 448 / h.detach().float().abs().max().item() / 2
+    same = all(abs(a / b - 1) < 1e-6 for a, b in zip(scales, want, strict=True))
+    check("trigger", "two recipes, an autocast in the other: each module has the scale of its own", same)
+
+
+def forgotten():
+    """An infinity is gone from a history after as many steps as it has rows."""
+    parts = repro.blocks(1)
+    for i in range(LENGTH + 2):
+        x, gradient = data()
+        if i == 1:
+            x[0, 0] = float("inf")
+        step(parts, recipe(repro.largest), x, gradient)
+    rows = parts[0].fp8_meta["scaling_fwd"].amax_history
+    check("trigger", f"an infinity is forgotten after {LENGTH} steps", bool(rows.isfinite().all()))
+
+
+def threaded(how):
+    """A backward runs in a thread of its own, as autograd's nodes of a GPU do."""
+    raised, parts = [], repro.blocks(2)
+    x, gradient = data()
+    with repro.te.fp8_autocast(enabled=True, fp8_recipe=recipe(repro.largest)):
+        y = forward(parts, x.requires_grad_(), (0, 1), how)
+
+    def backward():
+        try:
+            y.backward(gradient)
+        except Exception as error:
+            raised.append(f" ({type(error).__name__}: {error})"[:80])
+
+    thread = threading.Thread(target=backward)
+    thread.start()
+    thread.join()
+    right = not raised and x.grad is not None
+    check("trigger", f"{how}: a backward in another thread raises nothing{''.join(raised)}", right)
 
 
 def main():
@@ -528,6 +596,9 @@ def main():
         recomputed(how, runs)
     by_default()
     two_recipes()
+    forgotten()
+    for how in ("reentrant", "not reentrant", "nested"):
+        threaded(how)
     arguments(by_name=False)
     arguments(by_name=True)
     beside.main()
@@ -550,7 +621,7 @@ def main():
         same(f"an error in a checkpoint between steps, {how}", one, function, checkpointed=(1, 2), how=how, between=failure)
         same(f"an error in a recomputation between steps, {how}", one, function, checkpointed=(1, 2), how=how, between=lost)
         same(f"an evaluation between steps, {how}", one, function, checkpointed=(1, 2), how=how, between=evaluation)
-    for how in ("within", "within, last", "within, not reentrant", "within, last, not reentrant"):
+    for how in ("within", "within, last", "within, deeper", "within, not reentrant", "within, last, not reentrant"):
         for count in (1, 2):
             name = f"a checkpoint {how}, {count} microbatch{'es' * (count > 1)}"
             same(name, one, function, checkpointed=every, how=how, microbatches=count)
@@ -576,6 +647,23 @@ def newest(amaxes):
 
 def average(amaxes):
     return amaxes.mean(dim=0)
+
+
+def before(amaxes):
+    return amaxes[-1].clone()
+
+
+def smoothed(amax, scale, fp8_max, recipe):
+    """Halfway between the last scale and that of the amax, if there is one."""
+    return torch.where(amax > 0, (scale + fp8_max / amax) / 2, scale)
+
+
+def scale_of_all(seen):
+    """What ``smoothed`` comes to after the amaxes that were ``seen``."""
+    scale = 1
+    for i in range(len(seen)):
+        scale = (scale + 448 / max(seen[max(0, i - LENGTH + 1) : i + 1])) / 2
+    return scale
 
 
 def doubled(amax, scale, fp8_max, recipe):
