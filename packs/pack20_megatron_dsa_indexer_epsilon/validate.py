@@ -98,7 +98,7 @@ class Costs(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         name = op.overloadpacket.__name__
         self.operators += 1
-        self.reads += name in ("_local_scalar_dense", "equal", "nonzero", "masked_select")
+        self.reads += name in ("_local_scalar_dense", "equal", "allclose", "nonzero", "masked_select")
         if name.startswith(("index", "_index")) and isinstance(args[1], (list, tuple)):  # a mask is made into indices
             self.reads += any(t is not None and t.dtype is torch.bool for t in args[1])
         found = op(*args, **(kwargs or {}))
