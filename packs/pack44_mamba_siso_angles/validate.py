@@ -1,7 +1,7 @@
-"""The deep check of a fix of pack44: outputs, final states and all gradients of the whole function, against the definition in fp64.
+"""The deep check of a fix of pack44: what the main kernels are handed in more ways to call the function, then its outputs, final states and gradients.
 
-Runs after repro.py on the patched side, which sees that nothing is rounded: on Triton's interpreter bf16 is fp32 here, so the release itself is
-right, and a fix has to give what it gives, bit for bit. On a GPU no error against the definition may be larger than the release's.
+The second part is against the definition in fp64. Triton's interpreter cannot compute in bf16: there bf16 is fp32 by then, so the release itself is right, and a fix
+has to give what it gives, bit for bit. On a GPU no error against the definition may be larger than the release's.
 """
 
 import importlib
@@ -10,9 +10,10 @@ import sys
 from collections import namedtuple
 from pathlib import Path
 
+import repro
 import torch
 import torch.nn.functional as F
-from repro import FACTS, NAMES, check, device, finish, release
+from repro import FACTS, NAMES, check, device, finish, handed, release, turn
 
 STATES = ("angle state", "SSM state", "K state", "V state")
 interpreted = device == "cpu"
@@ -32,6 +33,34 @@ CASES = {
     "a state before and after": {"states": True},
     "states before and after, three sequences in one": {"states": True, "lengths": (1, 20, BASE.S - 21)},
 }
+
+
+def dispatch(module):
+    """The angles that the main kernels are handed, and the one that is returned, against those of angle_dt_fwd in fp32; all else as it is given."""
+    S, H, N, P, A = 192, repro.H, repro.N, repro.P, repro.A
+    states = tuple(torch.rand(1, H, *size, device=device) for size in ((A,), (P, N), (N,), (P,)))
+    both, ends = tuple(torch.cat((t, t / 2)) for t in states), torch.tensor([0, S // 3, S], device=device, dtype=torch.int32)
+    one, two, final = repro.inputs(S), repro.inputs(S // 2, B=2), {"return_final_states": True}
+    for name, given, train, more in (
+        ("a forward", one, False, {}),
+        ("training, a batch of two", two, True, {}),
+        ("training, Angles in bf16", {**one, "Angles": one["Angles"].bfloat16()}, True, {}),
+        ("prefill, a batch of two", two, False, final),
+        ("prefill, chunks of 32", one, False, {**final, "chunk_size": 32}),
+        ("after a segment", one, True, {**final, "Input_States": states}),
+        ("two sequences in one", one, True, {**final, "Input_States": both, "cu_seqlens": ends}),
+    ):
+        own = {"init_state": more.get("Input_States", [None])[0], "chunk_size": more.get("chunk_size", 64)}
+        own |= {"cu_seqlens": more.get("cu_seqlens"), "return_output_state": True}
+        want, last = module.angle_dt_fwd(given["Angles"].float(), given["DT"], **own)
+        angles, others = handed(module, given, train, more)
+        off = {what: turn(got, last if what == "state" else want) for what, got in angles.items()}
+        for what, error in off.items():
+            check("trigger", f"{name}: angles of the {what}, rad", error=error, limit=1e-4)
+        same = [torch.equal(t, given[n]) and t.dtype == given[n].dtype for n, t in others.items() if n != "states"]
+        same += [torch.equal(*pair) for pair in zip(others["states"] or (), more.get("Input_States", ())[1:], strict=True)]
+        check("trigger", f"{name}: all {len(same)} other tensors are handed on as they are given", all(same))
+        check("control", f"{name}: {', '.join(off)} are seen", len(off) == 1 + train + ("return_final_states" in more))
 
 
 def original():
@@ -149,6 +178,9 @@ def relative(name, got, want):
 
 def main():
     fixed, released = release(), original()
+    dispatch(fixed)
+    if interpreted:
+        torch.bfloat16 = torch.float32
     for name, case in CASES.items():
         given, lengths, states = inputs(**case), case.get("lengths", ()), case.get("states", False)
         B, S, _, H, N, P, A, chunk = case.get("shape", BASE)
