@@ -52,6 +52,8 @@ class Blunt(Struct, forbid_unknown_fields=True):
     file: str = "repro.py"
     #: Which side has to turn red.
     side: Literal["unpatched", "patched"] = "unpatched"
+    #: The release or variant that is run, where it is another than the pack's other mutants are of.
+    at: str = ""
 
 
 class Edit(Struct, forbid_unknown_fields=True):
@@ -148,7 +150,7 @@ def _wrong(told: Mutants) -> Iterator[Mutant]:
 
 def _blunted(told: Mutants) -> Iterator[Mutant]:
     for each in told.blunt:
-        yield Mutant(kind="blunted", name=each.name, side=each.side, make=_edited(each.file, each.edits))
+        yield Mutant(kind="blunted", name=each.name, side=each.side, make=_edited(each.file, each.edits), at=each.at)
 
 
 def _appended(expression: str) -> Callable[[Path], None]:
