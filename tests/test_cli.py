@@ -69,13 +69,24 @@ def test_somebody_elses_diff_is_judged_on_both_sides(cli, cache, tmp_path):
     kept = next((tmp_path / "results" / "review" / "good").rglob("*.patched.json"))
     asked = json.loads(next(kept.parent.glob("*.patched.*.log")).read_text().splitlines()[0])["runner"]
     assert asked["checks"] == sum(name.startswith("validate: ") for name in raw(kept)["predicate"]["passedTests"]) == 5
-    assert raw(kept)["predicate"]["reproducer"]["patch"]["beyond"] == []
+    patch = raw(kept)["predicate"]["reproducer"]["patch"]
+    assert (patch["beyond"], patch["left"]) == ([], [])
     (tmp_path / "more.diff").write_text(
         diff.format("sum(xs)").replace("+1,2 @@", "+1,5 @@") + "+\n+def more():\n+    return 1\n"
     )
     done = cli("run", "pack00", "--release", "1.0", "--patch", tmp_path / "more.diff", cache=cache)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "leaves alone: perhaps no check looks at it: reproducer_toy/__init__.py: more" in " ".join(done.stdout.split())
+    (tmp_path / "elsewhere.diff").write_text(
+        diff.replace("-    return xs[0] * len(xs)\n+    return {}\n", "     return xs[0] * len(xs)\n+\n+total = sum\n").replace(
+            "+1,2 @@", "+1,4 @@"
+        )
+    )
+    done = cli("run", "pack00", "--release", "1.0", "--patch", tmp_path / "elsewhere.diff", cache=cache)
+    told = " ".join(done.stdout.split())
+    assert "elsewhere.diff: as released, where the pack's own fix changes it" in told and "__init__.py: total" in told, (
+        done.stdout
+    )
     # One that writes beside the release makes its environment unfit for the own fix: it is made anew, and nothing waits for it.
     writes = "(__import__('pathlib').Path([p for p in __import__('sys').path if 'site-packages' in p and __import__('pathlib').Path(p, 'reproducer_toy').is_dir()][0], 'reproducer_toy', 'more.py').write_text(''), sum(xs))[1]"
     (tmp_path / "writes.diff").write_text(diff.format(writes))

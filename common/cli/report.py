@@ -209,6 +209,7 @@ def coverage(row: Row) -> Iterator[str]:
         ("skipped", "no part of the release, left out"),
         ("unsupported", "NOT applied, and would matter: no verdict can be given on the whole diff"),
         ("beyond", "changed, too, which the pack's own fix leaves alone: perhaps no check looks at it"),
+        ("left", "as released, where the pack's own fix changes it: perhaps no check of this lane looks at it"),
     ):
         if patch.get(key):
             yield f"{patch['name']}: {what}: {', '.join(patch[key])}"

@@ -539,7 +539,8 @@ def _overlay(plan: Plan, cell: Cell, there: Environment, place: Path, before: Ro
                 key: [scrub(plain(file)) for file in getattr(patched, key)] for key in ("applied", "skipped", "unsupported")
             }
             if plan.pack.fix.is_file():
-                more["beyond"] = [scrub(plain(part)) for part in _beyond(plan, there, place)]
+                parts = _compared(plan, there, place)
+                more |= {key: [scrub(plain(part)) for part in sorted(found)] for key, found in parts.items()}
             more["unpatched"] = before.verdict.outcome if before else ""
         else:
             fix = transforms.load_fix(plan.pack.fix)
@@ -550,13 +551,14 @@ def _overlay(plan: Plan, cell: Cell, there: Environment, place: Path, before: Ro
     return {"name": name, "sha256": sha256, **more}
 
 
-def _beyond(plan: Plan, there: Environment, place: Path) -> list[str]:
-    """What somebody's diff, which fills the overlay, changes and the pack's own fix leaves alone."""
+def _compared(plan: Plan, there: Environment, place: Path) -> dict[str, set[str]]:
+    """What somebody's diff, which fills the overlay, changes and the pack's own fix leaves alone; and what is the other way round."""
     own: set[str] = set()
     with suppress(AnchorError), tempfile.TemporaryDirectory(dir=place) as folder:
         overlay.apply_fix(transforms.load_fix(plan.pack.fix), there.site, target := Path(folder) / "overlay")
         own = overlay.changed(there.site, target)
-    return sorted(overlay.changed(there.site, place / "overlay") - own)
+    theirs = overlay.changed(there.site, place / "overlay")
+    return {"beyond": theirs - own, "left": own - theirs}
 
 
 def _subject(plan: Plan, release: Release, cell: Cell, there: Environment | None) -> receipt.Subject:

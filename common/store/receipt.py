@@ -108,6 +108,8 @@ class Patch(_Strict):
     unsupported: list[str] | UnsetType = UNSET
     #: Functions, and other parts of files, that the diff changes and the pack's own fix leaves alone.
     beyond: list[str] | UnsetType = UNSET
+    #: What the pack's own fix changes, and the diff leaves as it is released.
+    left: list[str] | UnsetType = UNSET
 
 
 class Distribution(_Strict):
