@@ -3,8 +3,12 @@
 Runs after repro.py on the patched side. A refusal is as good as a warning, as in repro.py.
 """
 
+import builtins
+import contextlib
+import dis
 import gc
 import importlib
+import inspect
 import sys
 import weakref
 from pathlib import Path
@@ -52,13 +56,13 @@ def judged(at, call, given, want, others):
     if not launched:
         check("trigger", f"{at}: refused", refuses(at.split(":")[0].split(", ")[-1], out))
         return
-    right = len(launched) == 1 and plain(launched[0][:2], map(padded, want)) and alike([first(out), *rest(launched[0])], others)
+    right = len(launched) == 1 and plain(launched[0][:2], map(padded, want)) and alike([*outs(out), *rest(launched[0])], others)
     check("trigger", f"{at}: the kernel gets what dequantize() gives, plain, with {len(warned)} warning(s)", right and warned)
 
 
-def first(out):
-    """The attention's output: SparseMLA returns a second one."""
-    return out[0] if isinstance(out, tuple) else out
+def outs(out):
+    """The attention's output, and the log-sum-exp that SparseMLA returns besides."""
+    return out if isinstance(out, tuple) else (out,)
 
 
 def rest(launch):
@@ -74,18 +78,118 @@ def trained(role, at, call, given, want, order, others):
         check(role, f"{at}, with gradients: refused", role == "trigger" and refuses(at.split(":")[0].split(", ")[-1], out))
         return None
     torch.manual_seed(1)
-    out, gradient = first(out), torch.randn(first(out).shape, dtype=torch.bfloat16, device=repro.device)
-    handed, back = [], [torch.randn_like(t) for t in want]
-    arrive = [back[0].clone(), back[1]]
+    out = outs(out)[0]
+    gradient, wide = torch.randn(out.shape, dtype=torch.bfloat16, device=repro.device), [padded(t) for t in want]
+    back = [torch.randn_like(t) for t in wide]
+    arrive = [b[:, : t.shape[-3]].reshape(t.shape).clone() for b, t in zip(back, want, strict=True)]
     arrive[0][..., KEYLESS, :, :] = 0
-    backward = lambda q, kv, *more, **named: handed.append((q, kv, [*more, *named.values()])) or back  # noqa: E731
-    with mock.patch.multiple(repro.mla, sparse_mla_bwd=backward, sparse_mla_delta=lambda o, do: do):
+    with backward(back) as handed:
         got, launched, _ = used(lambda: torch.autograd.grad(out, leaves, gradient))
-    same = len(handed) == len(launched) == 1 and plain(handed[0][:2], want) and plain(launched[0][:2], map(padded, want))
-    found = [*handed[0][2], *rest(launched[0])] if same else None
+    same = len(handed) == len(launched) == 1 and plain(handed[0][:2], wide) and plain(launched[0][:2], wide)
+    found = [*handed[0][2:], *rest(launched[0])] if same else None
     check(role, f"{at}: the backward's kernels get the same, plain", same and (others is None or alike(found, others)))
     check(role, f"{at}: its gradients arrive", isinstance(got, tuple) and plain(got, map(order, arrive)))
     return found
+
+
+@contextlib.contextmanager
+def backward(back):
+    """The backward's kernels give ``back``; yields what they are handed, query and key first, and what they are built with."""
+    handed = []
+    kernels = {
+        "_get_bwd_kernel": lambda *how: lambda *given: handed.append((*given, *how)) or back[0],
+        "_get_postprocess_kernel": lambda *how: lambda dkv: back[1],
+        "_sparse_mla_delta_batched": lambda o, do: (o.float() * do.float()).sum(-1),
+    }
+    with mock.patch.dict(repro.mla.sparse_mla_bwd.__globals__, kernels):
+        yield handed
+
+
+def in_flight():
+    """Two layers' forwards, and then their backwards: each has its own tensors."""
+    for name, made in (("bf16", lambda t: t), ("FP8", fp8)):
+        calls_of, outputs, right = (
+            [[*ways(*(t if t.dtype == torch.int64 else t * (i + 1) for t in batch(2)), made)] for i in (0, 1)],
+            [],
+            [],
+        )
+        for way in range(len(calls_of[0])):
+            for layer in calls_of:
+                what, call, (q, k, *more), turned = layer[way]
+                leaves = [t.detach().requires_grad_() for t in (q, k)]
+                out, launched, _ = used(call, *leaves, *more)
+                outputs.append((outs(out)[0], leaves, turned))
+            if name == "FP8" and not launched:
+                break
+            for out, leaves, turned in outputs[::-1]:
+                with backward([torch.zeros_like(t) for t in turned]) as handed:
+                    used(lambda out=out, leaves=leaves: torch.autograd.grad(out.sum(), leaves))
+                right.append(
+                    len(handed) == 1
+                    and all(
+                        torch.equal(a, made(t).dequantize() if name == "FP8" else t)
+                        for a, t in zip(handed[0][:2], turned, strict=True)
+                    )
+                )
+            check(
+                "control" if name == "bf16" else "trigger", f"{what}, {name}: two forwards before their backwards", all(right)
+            )
+            outputs, right = [], []
+
+
+def without_transformer_engine():
+    """megatron-core does without it, and takes bf16 then as ever."""
+    ours = [n for n in sys.modules if n.split(".")[0] in ("megatron", "transformer_engine", "transformer_engine_torch")]
+    with mock.patch.dict(sys.modules):
+        for name in ours:
+            del sys.modules[name]
+        sys.modules |= {"transformer_engine": None, "transformer_engine_torch": None}
+        launches = []
+        with contextlib.suppress(ImportError):
+            own = {n: importlib.import_module(getattr(repro, n).__name__) for n in ("dsa", "mla", "fwd")}
+            with mock.patch.multiple(repro, **own):
+                given = [*calls(*inputs(2))] if own["dsa"].SparseMLA else []
+                launches = [(used(call, *more)[1], turned) for _, call, more, turned in given]
+    same = [len(launched) == 1 and all(map(torch.equal, launched[0][:2], turned)) for launched, turned in launches]
+    check("control", "without transformer-engine installed, bf16 reaches the kernel", len(same) == 2 and all(same))
+
+
+def names():
+    """Each global name that a function of the changed modules reads is there: no function is left with one that went."""
+    gone = []
+    for module in {repro.dsa, repro.mla, repro.fwd, sys.modules[repro.mla.sparse_mla_bwd.__module__]}:
+        codes = [compile(Path(module.__file__).read_text(), module.__file__, "exec")]
+        for code in codes:
+            codes += [each for each in code.co_consts if inspect.iscode(each)]
+            read = {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
+            gone += [f"{name} in {code.co_name}" for name in read if name not in vars(module) and not hasattr(builtins, name)]
+    check("control", f"all names that are read are there{f': not {gone}' * bool(gone)}", not gone)
+
+
+def indexer(released):
+    """The dispatcher's other user of its gate: of bf16 as released."""
+    torch.manual_seed(0)
+    q, k, weights = (torch.randn(16, 2, *size, device=repro.device) for size in ((8, 128), (128,), (8,)))
+    starts, ends = (
+        torch.zeros(16, dtype=torch.int32, device=repro.device),
+        torch.arange(1, 17, dtype=torch.int32, device=repro.device),
+    )
+
+    def best(q, k, w, starts, ends, topk, use_relu):
+        return torch.einsum("qhd,kd->qk", q.float(), k.float()).topk(topk).indices.int()
+
+    found = []
+    for dsa in (released["dsa"], repro.dsa):
+        with mock.patch.object(dsa, "lighting_indexer_indices", best):
+            found += [
+                dsa.fused_qk_topk_lighting(q.to(dtype), k.to(dtype), weights, 4, starts, ends, 8)
+                for dtype in (torch.bfloat16, torch.float32)
+            ]
+    check(
+        "control",
+        "the indexer does with bf16 and fp32 what the release's does",
+        alike(found[:2], found[2:]) and found[0] is not None,
+    )
 
 
 class Dequantize(torch.autograd.Function):
@@ -183,7 +287,7 @@ class Subclass(torch.Tensor):
 def still_taken():
     """Plain tensors that the release takes, and in each case launches one kernel for: few heads, which it pads; a subclass; views."""
     query, key, indices = inputs(2)
-    few, *_ = inputs(2, H=8)
+    few, twice = inputs(2, H=8)[0], torch.cat((key, key / 2))
     turned, rows = [t.permute(1, 0, 2, 3) for t in (query, key)], indices[:, :, None].int()
     for what, call, given in (
         ("8 heads, the dispatcher", repro.dsa.fused_sparse_mla_absorbed, (few, key, indices, repro.SCALE, repro.VALUE)),
@@ -192,6 +296,8 @@ def still_taken():
             for name, call, given, _ in calls(query, key, indices, lambda t: t.as_subclass(Subclass))
         ),
         ("views, SparseMLA", repro.mla.SparseMLA.apply, (*turned, rows, repro.SCALE)),
+        ("512 keys, the dispatcher", repro.dsa.fused_sparse_mla_absorbed, (query, twice, indices, repro.SCALE, repro.VALUE)),
+        ("512 keys, SparseMLA", repro.mla.SparseMLA.apply, (turned[0], twice.permute(1, 0, 2, 3), rows, repro.SCALE)),
     ):
         q, kv = (t if "SparseMLA" in what else t.permute(1, 0, 2, 3) for t in given[:2])
         _, launched, warned = used(call, *given)
@@ -239,6 +345,10 @@ def batch(*sizes):
 def main():
     released = as_released()
     turned_down(released)
+    indexer(released)
+    names()
+    without_transformer_engine()
+    in_flight()
     for B, S, H in ((1, 256, 16), (2, 512, 16), (1, 100, 128)):
         own = []  # what the release's own modules hand out, build, launch and hand back
         with mock.patch.multiple(repro, **released):
@@ -246,14 +356,14 @@ def main():
                 order = (lambda t: t) if name != "the dispatcher" else (lambda t: t.permute(1, 0, 2, 3))
                 out, launched, _ = used(call, q, k, *more)
                 after = trained("control", f"B={B}, S={S}, H={H}, {name}: released", call, (q, k, *more), turned, order, None)
-                own.append(([first(out), *rest(launched[0])], after))
+                own.append(([*outs(out), *rest(launched[0])], after))
         for (name, call, (q, k, *more), turned), (others, after) in zip(ways(*batch(B, S, H)), own, strict=True):
             at, direct = f"B={B}, S={S}, H={H}, {name}", name != "the dispatcher"
             order = (lambda t: t) if direct else (lambda t: t.permute(1, 0, 2, 3))
             for what, pair in (("bf16", (q, k)), ("parameters", map(torch.nn.Parameter, (q, k)))):
                 out, launched, warned = used(call, *pair, *more)
                 same = len(launched) == 1 and all(map(torch.equal, launched[0][:2], map(padded, turned)))
-                same = same and not warned and alike([first(out), *rest(launched[0])], others)
+                same = same and not warned and alike([*outs(out), *rest(launched[0])], others)
                 check("control", f"{at}: {what} as they are, as the release does, and without a warning", same)
             trained("control", f"{at}: bf16", call, (q, k, *more), turned, order, after)
             for (kind, q8, q_is), (_, k8, k_is) in zip(kinds(q), kinds(k), strict=True):
