@@ -6,9 +6,12 @@ stay so.
 
 import contextlib
 import gc
+import sys
 import weakref
 from functools import partial
+from unittest import mock
 
+import measure
 import repro
 import torch
 from repro import STEPS, check, finish
@@ -57,6 +60,13 @@ class Beside(torch.nn.Sequential):
 
     def forward(self, x):
         return self[0](x) * self[1](x)
+
+
+class Nested(torch.nn.Sequential):
+    """A checkpoint of an activation, and a layer after it that takes the block's input."""
+
+    def forward(self, x):
+        return repro.te.checkpoint(torch.nn.GELU(), self[0](x)) * self[1](x)
 
 
 class Detached(torch.nn.Sequential):
@@ -139,6 +149,7 @@ def trained(
     microbatches=1,
     cached=False,
     after=None,
+    between=None,
     **options,
 ):
     """Outputs, gradients and scales of each step, after which weights change their sign; how often the block ran; inputs that have another gradient than is wanted."""
@@ -158,10 +169,14 @@ def trained(
                 y = run(x, **named) if how is None else repro.te.checkpoint(run, x, **named, **how)
                 y = repro.te.checkpoint(last, y, **how or {}) if last and how is not None else last(y) if last else y
             pairs.append((x, y))
+            if between:  # the layers are run besides, too
+                with between(), repro.te.fp8_autocast(enabled=True, fp8_recipe=recipe):
+                    y = block(torch.randn(size, device="cuda", dtype=dtype))
+                pairs += [(None, y)] if y.requires_grad else []
         for x, y in pairs[::-1] if cached else pairs:
             y.backward(torch.randn_like(y))
-            odd += (x.grad is not None) != wanted or x.requires_grad != wanted
-            found += [y.detach(), *([x.grad] if wanted else [])]
+            odd += x is not None and ((x.grad is not None) != wanted or x.requires_grad != wanted)
+            found += [y.detach(), *([x.grad] if wanted and x is not None else [])]
         found += [p.grad.clone() for p in parameters if p.requires_grad]
         states = [m.fp8_meta["scaling_fwd"] for m in block if hasattr(m, "fp8_meta")]
         found += [state.scale.clone() for state in states if hasattr(state, "scale")]
@@ -172,37 +187,34 @@ def trained(
 
 
 def same(name, make, **options):
-    """Bitwise the same as without a checkpoint, with two runs of the block for each forward."""
+    """Bitwise the same as without a checkpoint, with two runs of the block for each forward.
+
+    With ``scaled`` as near as FP8 is: scales are then taken in another order than without (pack22).
+    """
     how = {"use_reentrant": options.pop("reentrant", False), **options.pop("how", {})}
-    recipe = options.pop("recipe", delayed)
+    recipe, scaled = options.pop("recipe", delayed), options.pop("scaled", False)
     want, runs, _ = trained(make, recipe(), **options)
     got, again, odd = trained(make, recipe(), how, **options)
     check("control", f"{name}: gradients without te.checkpoint are numbers", all(t.isfinite().all() for t in want))
-    if options.get("cached"):  # backwards in another order than the forwards take each other's scales (pack22)
+    if scaled:
         far = [(a.double() - b.double()).norm() / b.double().norm() for a, b in zip(got, want, strict=True)]
         check("trigger", f"{name}: as without te.checkpoint, but for scales", error=torch.stack(far).max(), limit=0.2)
     else:
         check("trigger", f"{name}: bitwise as without te.checkpoint", all(map(torch.equal, got, want)))
-    check("trigger", f"{name}: blocks run {again} times, of {2 * runs}", again == 2 * runs)
+    runs += STEPS * options.get("microbatches", 1)
+    check("trigger", f"{name}: blocks run {again} times, of {runs}", again == runs)
     check("trigger", f"{name}: inputs have a gradient where one is wanted", not odd)
 
 
 def grouped():
-    """GroupedLinear, of which the lane te-cpu has no GEMM."""
-    torch.manual_seed(0)
-    block = repro.te.GroupedLinear(2, 64, 64, device="cuda", params_dtype=torch.bfloat16)
-    for wanted in (True, False):
-        x, gradient = torch.randn(2, 64, 64, device="cuda", dtype=torch.bfloat16)
-        found = []
-        for checkpointed in (False, True):
-            leaf = x.clone().requires_grad_(wanted)
-            with repro.te.fp8_autocast(enabled=True, fp8_recipe=repro.recipes.Float8CurrentScaling()):
-                y = repro.te.checkpoint(block, leaf, [32, 32], use_reentrant=False) if checkpointed else block(leaf, [32, 32])
-            y.backward(gradient)
-            found.append([y.detach(), *(p.grad.clone() for p in block.parameters()), *([leaf.grad] if wanted else [])])
-            block.zero_grad()
-        name = f"GroupedLinear, an input that needs {'a' if wanted else 'no'} gradient"
-        check("trigger", f"{name}: bitwise as without te.checkpoint", all(map(torch.equal, *found)))
+    """GroupedLinear, of which the lane te-cpu has no GEMM, with each recipe of a GPU."""
+    module, more = next((module, more) for name, module, more in measure.modules() if name == "GroupedLinear")
+    for kind, recipe in measure.recipes():
+        for wanted in (True, False):
+            repro.manager.reset()
+            name = f"GroupedLinear, {kind}, an input that needs {'a' if wanted else 'no'} gradient"
+            found = measure.outcome(module, more, recipe(), wanted)
+            check("trigger", f"{name}: bitwise as without te.checkpoint", found["right"] == 1)
 
 
 def right(wanted):
@@ -223,6 +235,24 @@ def right(wanted):
     for name, got, want in cases:
         name = f"an input that needs {'a' if wanted else 'no'} gradient: {name} against fp64"
         check("trigger", name, error=((got - want).norm() / want.norm()).item(), limit=0.1)
+
+
+def products():
+    """How often the layer multiplies: a checkpoint runs the forward once more, and no more than that."""
+    part, module = one(), sys.modules["transformer_engine.pytorch.module.linear"]
+    for wanted in (True, False):
+        called = []
+        for run in (part, partial(repro.te.checkpoint, part, use_reentrant=False)):
+            x = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16).requires_grad_(wanted)
+            with mock.patch.object(module, "general_gemm", wraps=module.general_gemm) as gemm:
+                with repro.te.fp8_autocast(enabled=True, fp8_recipe=delayed()):
+                    y = run(x)
+                called.append(gemm.call_count)
+                y.sum().backward()
+                called.append(gemm.call_count)
+        forward, both, _, again = called
+        name = f"an input that needs {'a' if wanted else 'no'} gradient: {again} products, of {both + forward}"
+        check("trigger", name, 0 < forward < both and again == both + forward)
 
 
 def entered():
@@ -303,6 +333,11 @@ def main():
     same("an input that is detached in the block", lambda: Detached(layer(64, 48)), wanted=True)
     if int(repro.FACTS["version"].split(".")[1]) >= 19:  # before, a checkpoint has to be called with FP8 on, whatever its input
         same("FP8 in the block alone", lambda: Inside(layer(64, 48)))
+    for wanted in (True, False):
+        kind = f"an input that needs {'a' if wanted else 'no'} gradient"
+        same(f"{kind}, a checkpoint in the block", lambda: Nested(layer(64, 48), layer(64, 48)), wanted=wanted, scaled=True)
+        same(f"{kind}, an evaluation between", two, wanted=wanted, between=torch.no_grad, scaled=True)
+        same(f"{kind}, another batch without te.checkpoint between", two, wanted=wanted, between=torch.enable_grad, scaled=True)
     same("draws of its own", Drawn, how={"get_rng_state_tracker": Tracker})
     same("a sequence of batches", one, size=(16, 2, 64))
     for dtype in (torch.float32, torch.float16):
@@ -326,10 +361,11 @@ def main():
         name = (
             f"weights cast once for 3 microbatches, {'' if reentrant else 'not '}reentrant, {'a' if wanted else 'no'} gradient"
         )
-        same(name, one, microbatches=3, cached=True, reentrant=reentrant, wanted=wanted)
+        same(name, one, microbatches=3, cached=True, reentrant=reentrant, wanted=wanted, scaled=True)
     right(True)
     right(False)
     entered()
+    products()
     if repro.FACTS["evidence"].startswith("device"):
         grouped()
     freed(False)
