@@ -11,6 +11,7 @@ from collections import namedtuple
 from pathlib import Path
 
 import repro
+import steps
 import torch
 import torch.nn.functional as F
 from repro import FACTS, NAMES, check, device, finish, handed, release, turn
@@ -35,8 +36,8 @@ CASES = {
 }
 
 
-def dispatch(module):
-    """The angles that the main kernels are handed, and the one that is returned, against those of angle_dt_fwd in fp32; all else as it is given."""
+def dispatch(module, released):
+    """The angles that the main kernels are handed, and the one that is returned, against those of the release's angle_dt_fwd in fp32; all else as it is given."""
     S, H, N, P, A = 192, repro.H, repro.N, repro.P, repro.A
     states = tuple(torch.rand(1, H, *size, device=device) for size in ((A,), (P, N), (N,), (P,)))
     both, ends = tuple(torch.cat((t, t / 2)) for t in states), torch.tensor([0, S // 3, S], device=device, dtype=torch.int32)
@@ -45,6 +46,10 @@ def dispatch(module):
         ("a forward", one, False, {}),
         ("training, a batch of two", two, True, {}),
         ("training, Angles in bf16", {**one, "Angles": one["Angles"].bfloat16()}, True, {}),
+        ("prefill, Angles in bf16", {**one, "Angles": one["Angles"].bfloat16()}, False, final),
+        ("training, a token", repro.inputs(1), True, final),
+        ("training, a chunk", repro.inputs(64), True, final),
+        ("prefill, less than a chunk", repro.inputs(48), False, final),
         ("prefill, a batch of two", two, False, final),
         ("prefill, chunks of 32", one, False, {**final, "chunk_size": 32}),
         ("after a segment", one, True, {**final, "Input_States": states}),
@@ -52,7 +57,7 @@ def dispatch(module):
     ):
         own = {"init_state": more.get("Input_States", [None])[0], "chunk_size": more.get("chunk_size", 64)}
         own |= {"cu_seqlens": more.get("cu_seqlens"), "return_output_state": True}
-        want, last = module.angle_dt_fwd(given["Angles"].float(), given["DT"], **own)
+        want, last = released.angle_dt_fwd(given["Angles"].float(), given["DT"], **own)
         angles, others = handed(module, given, train, more)
         off = {what: turn(got, last if what == "state" else want) for what, got in angles.items()}
         for what, error in off.items():
@@ -61,6 +66,11 @@ def dispatch(module):
         same += [torch.equal(*pair) for pair in zip(others["states"] or (), more.get("Input_States", ())[1:], strict=True)]
         check("trigger", f"{name}: all {len(same)} other tensors are handed on as they are given", all(same))
         check("control", f"{name}: {', '.join(off)} are seen", len(off) == 1 + train + ("return_final_states" in more))
+    given = {**repro.inputs(80), "sizes": ((P, N), (N,), (P,))}
+    steps.compared(module, released, given, states)
+    steps.elsewhere(module, given)
+    steps.angles(module, released, given, states)
+    steps.callers(module)
 
 
 def original():
@@ -178,7 +188,7 @@ def relative(name, got, want):
 
 def main():
     fixed, released = release(), original()
-    dispatch(fixed)
+    dispatch(fixed, released)
     if interpreted:
         torch.bfloat16 = torch.float32
     for name, case in CASES.items():
@@ -205,6 +215,15 @@ def main():
                 check("trigger", f"{name}: {n}, no further off than the release's", error <= 1.1 * its[n] + 1e-4)
         if of_fp32 or not interpreted:
             check("control", f"{name}: the release's are within {LIMIT:g} of fp64", max(its.values()) <= LIMIT)
+        cloned = {n: t.clone() for n, t in given.items()}
+        with torch.no_grad():
+            outs = of_kernel(fixed, chunk, lengths)(
+                {n: t for n, t in given.items() if n in NAMES}, tuple(given[n] for n in STATES) if states else None
+            )
+        alike = all(map(torch.equal, given.values(), cloned.values()))
+        check("trigger", f"{name}: without gradients, inputs are left as they are", alike)
+        for n, out in zip(("output", *STATES), outs, strict=True):
+            check("trigger", f"{name}: {n} without gradients", error=relative(n, out, found[n].double()), limit=LIMIT)
         kinds = all(found[f"gradient of {n}"].dtype == t.dtype for n, t in given.items())
         check("trigger", f"{name}: each gradient has its input's dtype", kinds)
     finish()
