@@ -18,6 +18,7 @@ from repro import (
     FACTS,
     FLOOR,
     HEADS,
+    HELD,
     LENGTH,
     LINEARS,
     SEEDS,
@@ -86,22 +87,27 @@ class Parts(Model):
 
 
 def run(parts, seed, emulate):
-    """The loss; Float8Linears, products by FP8 kernels, casts by part."""
+    """The loss; forwards of Float8Linears, products by FP8 kernels, casts by part."""
     seen.clear()
-    with mock.patch.object(torch, "_scaled_mm", wraps=torch._scaled_mm) as products:
-        loss, model = trained(float8, data, [part for part in parts if part in LINEARS], seed, emulate, partial(Parts, parts))
-    return loss, [type(m).__name__ for m in model.modules()].count("Float8Linear"), products.call_count, dict(seen)
+    linear = import_module("torchao.float8.float8_linear").Float8Linear
+    products = mock.patch.object(torch, "_scaled_mm", wraps=torch._scaled_mm)
+    with products as products, mock.patch.object(linear, "forward", autospec=True, side_effect=linear.forward) as forwards:
+        loss = trained(float8, data, [part for part in parts if part in LINEARS], seed, emulate, partial(Parts, parts))
+    return loss, forwards.call_count, products.call_count, dict(seen)
 
 
 def measure(pool, name, parts, emulate, plain):
     """Train with some parts in FP8 and each seed, and check that all was cast that should be."""
     runs = pool.starmap(run, [(parts, seed, emulate) for seed in range(SEEDS)])
-    casts = {part: (STEPS + 1) * CASTS[part] for part in parts if part in CASTS}
+    casts = {part: (STEPS + HELD) * CASTS[part] for part in parts if part in CASTS}
     casts |= {f"{part}, backward": STEPS * CASTS[part] for part in casts}
     layers = sum(len(LINEARS.get(part, ())) for part in parts)
-    products = 0 if emulate else (layers - ("router" in parts)) * (3 * STEPS + 1)
-    what = f"{name}: {sum(casts.values())} casts, {layers} Float8Linears, {products} products by FP8 kernels a run"
-    check("control", what, all(each[1:] == (layers, products, casts) for each in runs))
+    products = 0 if emulate else (layers - ("router" in parts)) * (3 * STEPS + HELD)
+    forwards = layers * (STEPS + HELD)
+    what = (
+        f"{name}: {sum(casts.values())} casts, {forwards} forwards of Float8Linears, {products} products by FP8 kernels a run"
+    )
+    check("control", what, all(each[1:] == (forwards, products, casts) for each in runs))
     compared(name, [each[0] for each in runs], plain)
 
 
@@ -112,13 +118,16 @@ def main():
     torch.set_num_threads(1)  # these tensors are too small for more
     fixed = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to("cuda" if kernels else "cpu")
     for dtype, least in ((torch.float8_e4m3fn, 0.02), (torch.float8_e5m2, 0.04)):
-        error = ((cast(fixed, dtype) - fixed).norm() / fixed.norm()).item()
-        check("control", f"a cast to {str(dtype)[6:]} is off by {100 * error:.2g} %", least < error < 2 * least)
+        for size in (1, 2**20, 2**-20):  # it has a scale
+            error = ((cast(fixed * size, dtype) / size - fixed).norm() / fixed.norm()).item()
+            check(
+                "control", f"a cast of {size:g} x to {str(dtype)[6:]} is off by {100 * error:.2g} %", least < error < 2 * least
+            )
     # A fork has torch imported already, and what it is given; it must not have CUDA in use.
     pool = multiprocessing.dummy.Pool(1) if kernels else multiprocessing.get_context("fork").Pool(2)
     plain = [each[0] for each in pool.starmap(run, [((), seed, True) for seed in range(SEEDS)])]
     FACTS["metrics"]["fp32"] = plain
-    same = abs(trained(float8, data, (), 0)[0] - plain[0])
+    same = abs(trained(float8, data, (), 0) - plain[0])
     check("control", "without casts the loss is that of repro.py's model", error=same, limit=FLOOR)
     cases = {part: [part] for part in CASTS | LINEARS} | {"all": [*(CASTS | LINEARS)]}
     for name, parts in cases.items():

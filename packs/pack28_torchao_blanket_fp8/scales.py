@@ -67,6 +67,10 @@ def main():
     for where, ratio in [("nowhere", 1)] + [(where, ratio) for where in ("tokens", "channels") for ratio in (100, 10_000)]:
         x, w, g, token, channel = planted(*plain, where, ratio)
         exact = x.double() @ w.double().T, g.double() @ w.double(), g.double().T @ x.double()
+        same = exact[0][token], plain[0].double()[token] @ plain[1].double().T
+        moved = ((same[0] - same[1]).norm() / same[1].norm()).item()
+        check("control", f"outliers in {where} x {ratio} leave the exact output of the others", error=moved, limit=1e-5)
+        check("control", f"outliers in {where} x {ratio} are there", x.abs().max() > ratio)
         cut = (lambda y, dx, dw: (y[token], dx[token][:, channel], dw[:, channel]))(*exact)
         for name, way in ways.items():
             y, dx, dw = (t.double() for t in way(x, w, g))
