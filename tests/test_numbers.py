@@ -100,8 +100,12 @@ def test_the_table_of_pack28_is_of_its_releases():
     measured = r"(-?[\d.]+) ± ([\d.]+) \| "
     row = rf"^\| ([\w, ]+?)(?: \(\[repro.py\].*?\))? \| {measured}(?:{measured}|– \| )(-?[\d.]+) \((-?[\d.]+) – (-?[\d.]+)\) \| (\d+) \|$"
     written = re.findall(row, readme, re.MULTILINE)
-    names = {"all parts": "all", "scan, its linear layers": "scan", "scan, its state and input": "state"}
-    names["linear layers alone"] = "all linear layers"
+    names = {
+        "all parts": "all",
+        "linear layers alone": "all linear layers",
+        "scan, its linear layers": "scan",
+        "scan, its state and input": "state",
+    }
     assert {names.get(part, part) for part, *_ in written} == set(pinned) - {"fp32"}
     for part, *numbers in written:
         part = names.get(part, part)
