@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from common.errors import AnchorError, UserError
 from common.install.integrity import distribution
-from common.run.overlay import apply_fix, apply_patch, changed, diff, drop
+from common.run.overlay import apply_fix, apply_patch, changed, diff, drop, undefined
 from common.transforms import insert_after, insert_before, replace
 
 SOURCE = "def total(xs):\n    return xs[0] * len(xs)\n"
@@ -327,3 +327,26 @@ class Layer(Base):
     (tmp_path / "overlay" / "toy" / "same.py").write_text("x = 1  # a comment\n")
     found = changed(tmp_path / "site", tmp_path / "overlay")
     assert {"toy/a.py", "toy/a.py: Layer.forward", "toy/new.py: more", "toy/same.py", "toy/table.json"} <= found
+
+
+@pytest.mark.parametrize(
+    ("after", "found"),
+    [
+        ("def first():\n    return size()\n", {"toy/a.py: size"}),  # it stood in the file, and went
+        ("def first():\n    return [math.pi for _ in range(2)]\n", {"toy/a.py: math"}),
+        ("class A:\n    def f(self):\n        return __class__, __name__, __file__, len(other)\n", {"toy/a.py: other"}),
+        ("import math\n\ndef first(size=math.pi):\n    return lambda: size\n", set()),
+        ("def first():\n    global made\n    made = 1\n\ndef second():\n    return made\n", set()),
+        ("def first():\n    return released()\n", set()),  # the release does so, too
+        ("from math import *\n\ndef first():\n    return pi\n", set()),
+        ("if True:\n    late = 1\n\ndef first():\n    return late\n", set()),
+        ("def broken(:\n", set()),
+    ],
+)
+def test_names_that_a_diff_leaves_undefined_are_found(tmp_path, after, found):
+    before = "def size():\n    return 1\n\ndef first():\n    return size() + released()\n"
+    for folder, text in (("site", before), ("overlay", after)):
+        (tmp_path / folder / "toy").mkdir(parents=True)
+        (tmp_path / folder / "toy" / "a.py").write_text(text)
+        (tmp_path / folder / "toy" / "same.py").write_text("x = unknown\n")
+    assert undefined(tmp_path / "site", tmp_path / "overlay") == found

@@ -209,6 +209,8 @@ def coverage(row: Row) -> Iterator[str]:
         ("skipped", "no part of the release, left out"),
         ("unsupported", "NOT applied, and would matter: no verdict can be given on the whole diff"),
         ("beyond", "changed, too, which the pack's own fix leaves alone: perhaps no check looks at it"),
+        ("unrun", "changed, and no check ran it here: no verdict can be given on the whole diff"),
+        ("undefined", "read, and defined nowhere: whatever runs there fails"),
         ("left", "as released, where the pack's own fix changes it: perhaps no check of this lane looks at it"),
     ):
         if patch.get(key):

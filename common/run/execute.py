@@ -29,6 +29,10 @@ def environ(plan: Plan, cell: Cell, there: Environment, place: Path) -> dict[str
     if plan.here:
         # What the active environment was started with has to stay visible to the script, but behind the release.
         first += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+    watch: dict[str, str] = {}
+    if plan.patch is not None and cell.side == "patched":
+        first.append(str(lanes.FOLDER / "watch"))
+        watch = {"REPRODUCER_OVERLAY": str(place / "overlay"), "REPRODUCER_CALLS": str(calls(place))}
     return {
         **run_env(os.environ),
         "PYTHONPATH": os.pathsep.join(first),
@@ -48,12 +52,18 @@ def environ(plan: Plan, cell: Cell, there: Environment, place: Path) -> dict[str
         ),
         "REPRODUCER_SIDE": cell.side,
         "REPRODUCER_DIST": cell.dist,
+        **watch,
         # Compile caches go into the cell's own folder: no run sees another's kernels.
         "HOME": str(place / "home"),
         "TMPDIR": str(place / "tmp"),
         "TRITON_CACHE_DIR": str(place / "home" / "triton"),
         "TILELANG_CACHE_DIR": str(place / "home" / "tilelang"),
     }
+
+
+def calls(place: Path) -> Path:
+    """Where the functions of the overlay that are called are noted: see common/lanes/watch."""
+    return place / "home" / "calls"
 
 
 def sandboxed(plan: Plan, there: Environment, place: Path, command: list[str]) -> list[str]:

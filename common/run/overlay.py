@@ -6,12 +6,15 @@ The installed release is never changed. The unified diff between the two is an o
 from __future__ import annotations
 
 import ast
+import builtins
 import difflib
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+import symtable
+import types
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -41,6 +44,10 @@ def apply_fix(fix: Fix, site: Path, overlay: Path) -> str:
             if kept or not transforms:
                 _transform(overlay / file, file, kept)
     return diff(site, overlay)
+
+
+#: Of a decorator that has a compiler read a function.
+_KERNEL = re.compile(r"jit|prim_func|macro")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,6 +178,80 @@ def changed(site: Path, overlay: Path) -> set[str]:
             before, after = (_definitions(text, name) for text in (old, new))
             found |= {part for part in {*before, *after} if before.get(part) != after.get(part)} or {name}
     return found
+
+
+def unrun(site: Path, overlay: Path, calls: Path) -> set[str]:
+    """What an overlay changes of a release, as `changed` names it, and no call was noted of in ``calls``: lines ``LINE FILE``.
+
+    Kernels are left out, which a compiler reads and Python does not run.
+    """
+    lines: dict[str, set[int]] = {}
+    for noted in calls.read_text().splitlines() if calls.exists() else []:
+        line, _, file = noted.partition(" ")
+        lines.setdefault(file, set()).add(int(line))
+    found: set[str] = set()
+    for part in changed(site, overlay):
+        name = part.partition(": ")[0]
+        places = _places((overlay / name).read_bytes(), name) if (overlay / name).is_file() else {}
+        if part in places and not places[part] & lines.get(str(overlay / name), set()):
+            found.add(part)
+    return found
+
+
+def _places(text: bytes, name: str) -> dict[str, set[int]]:
+    """Each part of a Python file as `changed` names it, and the first lines of its code; decorators are a part of it."""
+    if not name.endswith(".py"):
+        return {}
+    try:
+        module = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return {}
+    found = {name: {0, 1}}
+
+    def note(nodes: Iterable[ast.AST], within: tuple[str, ...]) -> None:
+        for node in nodes:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                if not any(_KERNEL.search(ast.unparse(each)) for each in node.decorator_list):
+                    first = min(each.lineno for each in (node, *node.decorator_list))
+                    found.setdefault(f"{name}: {'.'.join((*within, node.name))}", set()).add(first)
+                if isinstance(node, ast.ClassDef):
+                    note(node.body, (*within, node.name))
+            else:
+                note(ast.iter_child_nodes(node), within)
+
+    note(module.body, ())
+    return found
+
+
+def undefined(site: Path, overlay: Path) -> set[str]:
+    """Names that an overlay reads and defines nowhere, and the release does not read so: ``file: name``.
+
+    Most are left behind in a function that no check of the pack runs. Files with ``from … import *`` are not looked at.
+    """
+    found: set[str] = set()
+    for name in _files(site, overlay):
+        old, new = (each.read_bytes() if each.exists() else b"" for each in (site / name, overlay / name))
+        if old != new and name.endswith(".py"):
+            found |= {f"{name}: {unknown}" for unknown in _unknown(new) - _unknown(old)}
+    return found
+
+
+def _unknown(text: bytes) -> set[str]:
+    try:
+        source = text.decode()
+        stars = any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in ast.walk(ast.parse(source)))
+        tables = [symtable.symtable(source, "<diff>", "exec")]
+    except (SyntaxError, ValueError):
+        return set()
+    known, read = {*dir(builtins), *dir(types.ModuleType("")), "__file__", "__path__", "__builtins__"}, set()
+    for table in tables:
+        tables += table.get_children()
+        for symbol in table.get_symbols():
+            if symbol.is_global() and symbol.is_referenced():
+                read.add(symbol.get_name())
+            if (table is tables[0] or symbol.is_declared_global()) and (symbol.is_assigned() or symbol.is_imported()):
+                known.add(symbol.get_name())
+    return set() if stars else read - known
 
 
 def _definitions(text: bytes, name: str) -> dict[str, list[str]]:

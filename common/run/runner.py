@@ -406,6 +406,9 @@ def _attempt(
         second = ended_by(checking, its, execute.command(checking, its, deep))
         output = _ended(output) + scrub(second.output)
         closing["validate"] = _closing(second, sandbox=plan.sandbox)
+    if plan.patch is not None and patch is not None:
+        missed = overlay.unrun(there.site, place / "overlay", execute.calls(place))
+        patch["unrun"] = [scrub(plain(part)) for part in sorted(missed)]
     return _Ran(
         closing=closing,
         lines=lines,
@@ -538,9 +541,9 @@ def _overlay(plan: Plan, cell: Cell, there: Environment, place: Path, before: Ro
             more = {
                 key: [scrub(plain(file)) for file in getattr(patched, key)] for key in ("applied", "skipped", "unsupported")
             }
-            if plan.pack.fix.is_file():
-                parts = _compared(plan, there, place)
-                more |= {key: [scrub(plain(part)) for part in sorted(found)] for key, found in parts.items()}
+            parts = _compared(plan, there, place) if plan.pack.fix.is_file() else {}
+            parts["undefined"] = overlay.undefined(there.site, target)
+            more |= {key: [scrub(plain(part)) for part in sorted(found)] for key, found in parts.items()}
             more["unpatched"] = before.verdict.outcome if before else ""
         else:
             fix = transforms.load_fix(plan.pack.fix)

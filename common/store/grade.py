@@ -245,11 +245,16 @@ def _of_patch(opening: dict[str, Any], verdict: Verdict) -> Verdict:
         return verdict
     if left := opening["patch"].get("unsupported"):
         return replace(verdict, outcome="UNTESTABLE", reason=plain(f"partial-patch ({', '.join(map(str, left))})"), claims=())
+    if unknown := opening["patch"].get("undefined"):
+        said = plain(f"the diff leaves names undefined ({', '.join(map(str, unknown))})")
+        return replace(verdict, outcome="CHANGED", reason=said, claims=())
     before = plain(str(opening["patch"].get("unpatched")))
     if before == "ABSENT":
         return replace(verdict, outcome="NOTHING_TO_FIX", reason="the controls still hold", claims=())
     if before != "REPRODUCED":
         return replace(verdict, outcome="UNTESTABLE", reason=f"unpatched ({before})", claims=())
+    if missed := opening["patch"].get("unrun"):
+        return replace(verdict, outcome="UNTESTABLE", reason=plain(f"not-run ({', '.join(map(str, missed))})"), claims=())
     if not opening.get("validate"):  # repro.py asks whether the bug is there: of a diff that is too little to certify it.
         return replace(verdict, outcome="UNTESTABLE", reason="not-validated (the pack has no validate.py)", claims=())
     return verdict

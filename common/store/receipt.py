@@ -110,6 +110,10 @@ class Patch(_Strict):
     beyond: list[str] | UnsetType = UNSET
     #: What the pack's own fix changes, and the diff leaves as it is released.
     left: list[str] | UnsetType = UNSET
+    #: What the diff changes and no check ran.
+    unrun: list[str] | UnsetType = UNSET
+    #: Names that the diff reads and that are defined nowhere: no verdict certifies it.
+    undefined: list[str] | UnsetType = UNSET
 
 
 class Distribution(_Strict):

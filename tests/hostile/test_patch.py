@@ -185,6 +185,15 @@ def test_a_part_of_a_diff_is_not_validated_for_the_whole(wheels, index, run, tmp
     assert rows[1].verdict.outcome == "ABSENT"
 
 
+def test_a_diff_that_leaves_a_name_undefined_is_not_validated(wheels, index, run, tmp_path):
+    release = index.add(wheels["1.0"])
+    more = "     return sum(xs)\n+\n+\n+def mean(xs):\n+    return summed(xs) / len(xs)\n".replace("     return", "+    return", 1)
+    patch = write(tmp_path, modify(TOY).replace("+    return sum(xs)\n", more).replace("+1,2", "+1,6"))
+    rows, _ = run(release, patch=patch)
+    assert str(rows[1].verdict) == f"CHANGED: the diff leaves names undefined ({TOY}: summed)"
+    assert raw(rows[1].receipt)["predicate"]["reproducer"]["patch"]["undefined"] == [f"{TOY}: summed"]
+
+
 def test_where_there_is_no_bug_there_is_nothing_to_fix(wheels, index, run, tmp_path):
     release = index.add(wheels["2.0"])
     harmless = (
@@ -335,3 +344,24 @@ def test_a_git_hooks_environment_changes_nothing(judge, monkeypatch, tmp_path):
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "nowhere"))
     monkeypatch.setenv("GIT_WORK_TREE", str(tmp_path))
     assert judge(modify("toy/__init__.py"))[0].applied == ("toy/__init__.py",)
+
+
+def test_what_no_check_runs_is_not_validated(wheels, index, run, tmp_path):
+    release = index.add(wheels["1.0"])
+    body = "+    return sum(xs)\n"
+    beside = {
+        "a function": "+\n+\n+def mean(xs):\n+    return total(xs) / len(xs)\n",
+        "a method": "+\n+\n+class Mean:\n+    def __call__(self, xs):\n+        return total(xs) / len(xs)\n",
+    }
+    for more, part in zip(beside.values(), ("mean", "Mean.__call__"), strict=True):
+        patch = write(tmp_path, modify(TOY).replace(body, body + more).replace("+1,2", f"+1,{2 + more.count('+')}"))
+        rows, _ = run(release, patch=patch)
+        assert str(rows[1].verdict) == f"UNTESTABLE: not-run ({TOY}: {part})"
+        assert raw(rows[1].receipt)["predicate"]["reproducer"]["patch"]["unrun"] == [f"{TOY}: {part}"]
+    rows, _ = run(release, patch=write(tmp_path, modify(TOY) + add("reproducer_toy/other.py")))
+    assert str(rows[1].verdict) == "UNTESTABLE: not-run (reproducer_toy/other.py)"
+    kernel = "+\n+\n+def jit(function):\n+    return function\n+\n+\n+@jit\n+def kernel(xs):\n+    return xs\n"
+    called = body.replace("sum(xs)", "sum(part(xs))") + "+\n+\n+def part(xs):\n+    return list(xs)\n" + kernel
+    patch = write(tmp_path, modify(TOY).replace(body, called).replace("+1,2", f"+1,{1 + called.count(chr(10))}"))
+    rows, _ = run(release, patch=patch)
+    assert rows[1].verdict.outcome == "ABSENT"  # a kernel is read by a compiler
