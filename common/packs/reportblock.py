@@ -16,7 +16,12 @@ TEXT = TEXTS["report"]
 _BLOCKS = {name: re.compile(rf"^# --- {name}/1\b.*?^# --- end of {name}/1 ---\n", re.MULTILINE | re.DOTALL) for name in TEXTS}
 
 #: sha256 of earlier texts of a block whose receipts are as good: today's refuses more, and the grader refuses the same in a log.
-EARLIER = {"report": ("01b13970df614bea070a589b8e5caf8cc6df05cd57cb1c31b7448cec71ca325d",)}
+EARLIER = {
+    "report": (
+        "01b13970df614bea070a589b8e5caf8cc6df05cd57cb1c31b7448cec71ca325d",
+        "a8b0555ba7653ef60f0e08c9edd4ee3eb497e13d71b7ba6c13155001a4888b8a",
+    )
+}
 
 
 def own(script: str) -> str:

@@ -17,6 +17,7 @@ from unittest import mock
 import repro
 import torch
 from repro import calls, check, finish, fp8, inputs, refuses, used
+from torch.utils._python_dispatch import TorchDispatchMode
 
 KEYLESS = 7  # a row that attends to no key, whose output and gradient are zero
 
@@ -56,8 +57,20 @@ def judged(at, call, given, want, others):
     if not launched:
         check("trigger", f"{at}: refused", refuses(at.split(":")[0].split(", ")[-1], out))
         return
-    right = len(launched) == 1 and plain(launched[0][:2], map(padded, want)) and alike([*outs(out), *rest(launched[0])], others)
-    check("trigger", f"{at}: the kernel gets what dequantize() gives, plain, with {len(warned)} warning(s)", right and warned)
+    with torch.no_grad():
+        again = used(call, *given)
+    same = [len(again[1]) == 1 and again[2] and plain(again[1][0][:2], map(padded, want))]
+    right = (
+        all(same)
+        and len(launched) == 1
+        and plain(launched[0][:2], map(padded, want))
+        and alike([*outs(out), *rest(launched[0])], others)
+    )
+    check(
+        "trigger",
+        f"{at}: the kernel gets what dequantize() gives, plain, with {len(warned)} warning(s), and without gradients",
+        right and warned,
+    )
 
 
 def outs(out):
@@ -73,10 +86,13 @@ def rest(launch):
 def trained(role, at, call, given, want, order, others):
     """A backward: its kernels get ``want``, and else what plain tensors' get, which it returns; query and key get the gradients that come back, in their ``order``."""
     leaves = [t.detach().requires_grad_() for t in given[:2]]
-    out, launched, _ = used(call, *leaves, *given[2:])
-    if not launched:
-        check(role, f"{at}, with gradients: refused", role == "trigger" and refuses(at.split(":")[0].split(", ")[-1], out))
+    out, launched, warned = used(call, *leaves, *given[2:])
+    if not launched:  # as many checks as of what is taken
+        refused = role == "trigger" and refuses(at.split(":")[0].split(", ")[-1], out)
+        for what in ("", ", with gradients", ", and no gradient comes"):
+            check(role, f"{at}: refused{what}", refused)
         return None
+    check(role, f"{at}, with gradients: {len(warned)} warning(s)", bool(warned) == (role == "trigger"))
     torch.manual_seed(1)
     out = outs(out)[0]
     gradient, wide = torch.randn(out.shape, dtype=torch.bfloat16, device=repro.device), [padded(t) for t in want]
@@ -107,34 +123,90 @@ def backward(back):
 
 def in_flight():
     """Two layers' forwards, and then their backwards: each has its own tensors."""
-    for name, made in (("bf16", lambda t: t), ("FP8", fp8)):
-        calls_of, outputs, right = (
-            [[*ways(*(t if t.dtype == torch.int64 else t * (i + 1) for t in batch(2)), made)] for i in (0, 1)],
-            [],
-            [],
-        )
-        for way in range(len(calls_of[0])):
-            for layer in calls_of:
-                what, call, (q, k, *more), turned = layer[way]
+    for role, name, made in (("control", "bf16", lambda t: t), ("trigger", "FP8", fp8)):
+        first, second = ([*ways(*(t if t.dtype == torch.int64 else t * i for t in batch(2)), made)] for i in (1, 2))
+        for layers in zip(first, second, strict=True):
+            outputs, right = [], []
+            for _, call, (q, k, *more), turned in layers:
                 leaves = [t.detach().requires_grad_() for t in (q, k)]
                 out, launched, _ = used(call, *leaves, *more)
-                outputs.append((outs(out)[0], leaves, turned))
-            if name == "FP8" and not launched:
-                break
-            for out, leaves, turned in outputs[::-1]:
-                with backward([torch.zeros_like(t) for t in turned]) as handed:
-                    used(lambda out=out, leaves=leaves: torch.autograd.grad(out.sum(), leaves))
-                right.append(
-                    len(handed) == 1
-                    and all(
-                        torch.equal(a, made(t).dequantize() if name == "FP8" else t)
-                        for a, t in zip(handed[0][:2], turned, strict=True)
-                    )
+                outputs += (
+                    [(outs(out)[0], leaves, [made(t).dequantize() if made is fp8 else t for t in turned])] if launched else []
                 )
+            for out, leaves, want in outputs[::-1]:
+                with backward([torch.zeros_like(t) for t in want]) as handed:
+                    used(lambda out=out, leaves=leaves: torch.autograd.grad(out.sum(), leaves))
+                right.append(len(handed) == 1 and all(map(torch.equal, handed[0][:2], want)))
+            what = layers[0][0]
+            refused = role == "trigger" and not launched and refuses(what, out)
+            done = refused or (len(right) == 2 and all(right))
+            check(role, f"{what}, {name}: two forwards before their backwards", done)
+
+
+def kept(released):
+    """Of bf16 as much is saved for the backward as the release saves, by save_for_backward; and a gradient comes where only one operand needs it."""
+    for i, (what, call, (q, k, *more), turned) in enumerate(ways(*batch(2))):
+        saved = []
+        for modules in (released, {name: getattr(repro, name) for name in released}):
+            with mock.patch.multiple(repro, **modules):
+                (call, (q, k, *more)), count = [*ways(*batch(2))][i][1:3], []
+                hooks = torch.autograd.graph.saved_tensors_hooks(lambda t, count=count: count.append(t.shape) or t, lambda t: t)
+                with hooks:
+                    used(call, *(t.detach().requires_grad_() for t in (q, k)), *more)
+                saved.append(count)
+        check("control", f"{what}: bf16 saves {len(saved[0])} tensors for the backward", saved[0] and saved[0] == saved[1])
+        for which in (0, 1):
+            leaves = [t.detach().requires_grad_(which == n) for n, t in enumerate((q, k))]
+            out = outs(used(call, *leaves, *more)[0])[0]
+            back = [torch.randn_like(t) for t in turned]
+            with backward(back):
+                got, _, _ = used(lambda out=out, leaf=leaves[which]: torch.autograd.grad(out, leaf, torch.ones_like(out)))
             check(
-                "control" if name == "bf16" else "trigger", f"{what}, {name}: two forwards before their backwards", all(right)
+                "control",
+                f"{what}: bf16, of which operand {which} needs a gradient, gets one",
+                isinstance(got, tuple) and got[0].any(),
             )
-            outputs, right = [], []
+
+
+class Reads(TorchDispatchMode):
+    """Counts what the host reads of a device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+def waits():
+    """FP8 makes the host wait for the device no more often than bf16 does: a read fails while a CUDA graph is captured."""
+    for (what, call, given, _), (*_, given8, _) in zip(calls(*inputs(2)), calls(*inputs(2), fp8), strict=True):
+        count = []
+        for arguments in (given, given8):
+            with Reads() as reads:
+                used(call, *arguments)
+            count.append(reads.count)
+        check("trigger", f"{what}: the host reads {count[1]} numbers of FP8, of bf16 {count[0]}", count[1] <= count[0])
+
+
+def broken():
+    """What cannot be dequantized goes not to a kernel."""
+
+    def cannot(self, *, dtype=None):
+        raise NotImplementedError("no dequantize")
+
+    def made(values):
+        tensor = other_kind(values)
+        type(tensor).dequantize = cannot
+        return tensor
+
+    for what, call, given, _ in calls(*inputs(2), made):
+        out, launched, _ = used(call, *given)
+        check(
+            "trigger",
+            f"{what}: what cannot be dequantized goes to no kernel",
+            not launched and (out is None or isinstance(out, Exception)),
+        )
 
 
 def without_transformer_engine():
@@ -233,6 +305,13 @@ def kinds(values):
     made = {"data": known._data, "fp8_scale_inv": known._scale_inv, "fp8_dtype": known._fp8_dtype}
     if "fake_dtype" in base.__new__.__code__.co_varnames:
         made["fake_dtype"] = torch.bfloat16
+    scale = (values.float().abs().max() / 57344).reshape(1)
+    data, e5m2 = (
+        (values.float() / scale).to(torch.float8_e5m2).view(torch.uint8),
+        sys.modules["transformer_engine_torch"].DType.kFloat8E5M2,
+    )
+    of_e5m2 = type(known)(shape=values.shape, data=data, fp8_scale_inv=scale, fp8_dtype=e5m2, dtype=torch.bfloat16)
+    yield "Float8Tensor of e5m2", of_e5m2, of_e5m2.dequantize()
     yield "its storage, no torch.Tensor", base(**made), known.dequantize()
 
 
@@ -284,6 +363,15 @@ class Subclass(torch.Tensor):
     """No quantized tensor: it holds what it says."""
 
 
+class Dispatched(torch.Tensor):
+    """Nor is this one, which sees what is done with it."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        with torch._C._DisableTorchDispatch():
+            return function(*args, **(kwargs or {}))
+
+
 def still_taken():
     """Plain tensors that the release takes, and in each case launches one kernel for: few heads, which it pads; a subclass; views."""
     query, key, indices = inputs(2)
@@ -292,8 +380,9 @@ def still_taken():
     for what, call, given in (
         ("8 heads, the dispatcher", repro.dsa.fused_sparse_mla_absorbed, (few, key, indices, repro.SCALE, repro.VALUE)),
         *(
-            (f"a subclass, {name}", call, given)
-            for name, call, given, _ in calls(query, key, indices, lambda t: t.as_subclass(Subclass))
+            (f"a subclass ({kind.__name__}), {name}", call, given)
+            for kind in (Subclass, Dispatched)
+            for name, call, given, _ in calls(query, key, indices, lambda t, kind=kind: torch.Tensor._make_subclass(kind, t))
         ),
         ("views, SparseMLA", repro.mla.SparseMLA.apply, (*turned, rows, repro.SCALE)),
         ("512 keys, the dispatcher", repro.dsa.fused_sparse_mla_absorbed, (query, twice, indices, repro.SCALE, repro.VALUE)),
@@ -304,6 +393,12 @@ def still_taken():
         same = len(launched) == 1 and torch.equal(launched[0][0][:, :, : q.shape[2]], q) and torch.equal(launched[0][1], kv)
         contiguous = same and all(t.is_contiguous() for t in launched[0][:2])
         check("control", f"{what}: bf16 reaches the kernel, contiguous, and without a warning", contiguous and not warned)
+    for name, call, given, turned in calls(query, twice, indices, fp8):
+        out, launched, warned = used(call, *given)
+        whole = launched and warned and plain(launched[0][:2], [fp8(t).dequantize() for t in turned])
+        check(
+            "trigger", f"512 keys in FP8, {name}: all reach the kernel, or none", whole or (not launched and refuses(name, out))
+        )
     # Plain tensors may have no address: of the device "meta", and where there are no batches.
     for where, nowhere in (
         ("meta", [t.to("meta") for t in (query, key, indices)]),
@@ -349,6 +444,9 @@ def main():
     names()
     without_transformer_engine()
     in_flight()
+    kept(released)
+    waits()
+    broken()
     for B, S, H in ((1, 256, 16), (2, 512, 16), (1, 100, 128)):
         own = []  # what the release's own modules hand out, build, launch and hand back
         with mock.patch.multiple(repro, **released):

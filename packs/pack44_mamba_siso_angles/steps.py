@@ -4,6 +4,7 @@ Each step gives back random numbers, the same of both. All that the next ones ar
 """
 
 import ast
+import contextlib
 import inspect
 from pathlib import Path
 from unittest import mock
@@ -106,29 +107,128 @@ def compared(fixed, released, given, states):
             f"{name}: the backward of the angles gets them as they are given",
             torch.equal(angle.float(), given["Angles"].float()),
         )
-        off = [n for n in own if n not in ("Angles", "DT", "state 0") and not torch.equal(grads[n], own[n])]
+        others = ("Angles", "DT", "state 0")  # of which more than the dtype of the angles is the release's
+        off = [n for n in own if n not in others and not torch.equal(grads[n], own[n])]
+        told = f" (not {', '.join(off)})" * bool(off)
+        check("trigger", f"{name}: {len(own.keys() - set(others))} gradients are what the steps give{told}", not off)
+        if not more:  # the last kernel reads the same angles, in fp32
+            error = ((grads["DT"] - own["DT"]).norm() / own["DT"].norm()).item()
+            check("trigger", f"{name}: the gradient of DT is the release's", error=error, limit=1e-4)
+
+
+class Noted:
+    """A Triton kernel that is not run: what it is launched with, by its parameters' names."""
+
+    def __init__(self, name, kernel, taken):
+        self.name, self.names, self.taken = name, kernel.arg_names, taken
+
+    def __getitem__(self, grid):
+        return self
+
+    def __call__(self, *args, **options):
+        self.taken.append((self.name, {**dict(zip(self.names, args, strict=False)), **options}))
+
+
+def kernels(module):
+    """The names of each module of the steps, and its Triton kernels by theirs."""
+    for space in {id(each): each for each in (getattr(module, name).__globals__ for name in (*STEPS, "angle_dt_fwd"))}.values():
+        own = {n: each for n, each in space.items() if type(each).__module__.startswith("triton.runtime")}
+        yield space, {n: each for n, each in own.items() if hasattr(each, "arg_names")}
+
+
+def launched(module, given, states=(), final=False, around=contextlib.nullcontext, train=True):
+    """What each kernel of forward and, where it is trained, backward is launched with, the outputs and the gradients; what kernels would fill is 0."""
+    taken, empty, like = [], torch.empty, torch.empty_like
+    zeros = {"empty": lambda *a, **o: empty(*a, **o).zero_(), "empty_like": lambda *a, **o: like(*a, **o).zero_()}
+    with contextlib.ExitStack() as swapped:
+        for space, own in kernels(module):
+            swapped.enter_context(mock.patch.dict(space, {n: Noted(n, each, taken) for n, each in own.items()}))
+        swapped.enter_context(mock.patch.multiple(torch, **zeros))
+        leaves = {n: t.detach().clone().requires_grad_(train) for n, t in given.items() if torch.is_tensor(t)}
+        before = tuple(t.detach().clone().requires_grad_(train) for t in states)
+        with around():
+            outs = module.mamba3_siso_combined(**leaves, Input_States=before or None, return_final_states=final)
+        outs = outs if final else (outs,)
+        if train:
+            torch.autograd.backward(outs, [torch.ones_like(out) for out in outs])
+    return taken, outs, [t.grad for t in (*leaves.values(), *before) if t.grad is not None]
+
+
+@contextlib.contextmanager
+def autocast(kind):
+    """torch.autocast of a device, which need not be there."""
+    before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    torch.set_autocast_enabled(kind, True)
+    torch.set_autocast_dtype(kind, torch.bfloat16)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(kind, before[0])
+        torch.set_autocast_dtype(kind, before[1])
+
+
+def launches(fixed, released, given, states):
+    """All kernels but those of the angles are launched as the release launches them, in whatever mode, and get angles in fp32."""
+    wide = {n: t.float() if torch.is_tensor(t) else t for n, t in given.items()}
+    of_angles = next(own for space, own in kernels(fixed) if space is fixed.angle_dt_fwd.__globals__)
+    for name, inputs, more in (
+        ("training", given, {}),
+        ("training, all inputs in fp32", wide, {}),
+        ("training in torch.autocast", given, {"around": lambda: autocast("cuda")}),
+        ("training in torch.autocast of a CPU", given, {"around": lambda: autocast("cpu")}),
+        ("a segment", given, {"states": states, "final": True}),
+        ("without gradients", given, {"states": states, "final": True, "train": False, "around": torch.no_grad}),
+        ("in inference mode", given, {"final": True, "train": False, "around": torch.inference_mode}),
+    ):
+        (got, outs, _), (want, own, _) = (launched(module, inputs, **more) for module in (fixed, released))
+        got, want = ([each for each in taken if each[0] not in of_angles] for taken in (got, want))
+        off = [] if [n for n, _ in got] == [n for n, _ in want] else ["others"]
+        turned = [t for _, args in got for n, t in args.items() if "angle" in n.lower() and torch.is_tensor(t)]
+        for (kernel, args), (_, its) in zip(got, want, strict=False):
+            others = [{n: v for n, v in each.items() if "angle" not in n.lower()} for each in (args, its)]
+            off += [f"{kernel}: {n}" for n in unlike(*others)]
+        check(
+            "control",
+            f"{name}: {len(want)} kernels of the release, which take {len(turned)} tensors of angles",
+            want and turned,
+        )
+        told = f" ({', '.join(off)})" * bool(off)
+        check("trigger", f"{name}: all kernels are launched as in the release, but for the angles{told}", not off)
+        check("trigger", f"{name}: they get angles in fp32", all(t.dtype.itemsize >= 4 for t in turned))
+        same = [a.dtype == b.dtype and a.shape == b.shape for i, (a, b) in enumerate(zip(outs, own, strict=True)) if i != 1]
         check(
             "trigger",
-            f"{name}: {len(own) - 2 - bool(states)} gradients are what the steps give{' (not ' * bool(off)}{', '.join(off)}",
-            not off,
+            f"{name}: outputs have the release's dtypes, the angle state fp32",
+            all(same) and outs[-1].dtype.itemsize >= 2,
         )
-
-
-def elsewhere(fixed, given):
-    """On a device that is not the default one nothing is made on another; no kernel is run."""
-    kernels = {}
-    for name in ("angle_dt_fwd", "angle_dt_bwd"):
-        space = vars(inspect.getmodule(getattr(fixed, name)))
-        kernels |= {n: (space, each) for n, each in space.items() if type(each).__module__.startswith("triton.runtime")}
-    launched = [space.__setitem__(n, kernel := mock.MagicMock()) or kernel for n, (space, _) in kernels.items()]
-    try:
-        taken, grads = passed(fixed, {n: t.to("meta") if torch.is_tensor(t) else t for n, t in given.items()})
-    finally:
-        for n, (space, each) in kernels.items():
-            space[n] = each
-    there = [t for a in taken.values() for t in a.values() if torch.is_tensor(t)] + [*grads.values()]
-    there += [t for kernel in launched for call in kernel.mock_calls for t in call.args if torch.is_tensor(t)]
+    with mock.patch.object(torch.Tensor, "is_cuda", True):  # some ask
+        taken, outs, grads = launched(fixed, {n: t.to("meta") if torch.is_tensor(t) else t for n, t in given.items()})
+    there = [t for _, args in taken for t in args.values() if torch.is_tensor(t)] + [*outs, *grads]
     check("trigger", f"all {len(there)} tensors are on the device of the inputs", all(t.is_meta for t in there))
+
+
+def constants(fixed, released):
+    """Triton compiles no kernel that reads a number of its module; its interpreter runs it."""
+
+    def read(module):
+        for space, own in kernels(module):
+            for name, kernel in own.items():
+                while hasattr(kernel, "fn"):
+                    kernel = kernel.fn
+                names = [n for n in kernel.__code__.co_names if type(space.get(n)) in (int, float, bool, str)]
+                yield from (f"{name}: {n}" for n in names)
+
+    more = sorted({*read(fixed)} - {*read(released)})
+    check("trigger", f"no kernel reads a number of its module{f' ({more})' * bool(more)}", not more)
+
+
+def one_after_the_other(fixed, given):
+    """What is kept of one forward for its backward is left alone by the next."""
+    own = {n: t for n, t in given.items() if torch.is_tensor(t)}
+    first = fixed.angle_dt_fwd(own["Angles"].float(), own["DT"], return_output_state=True)
+    kept = [t.clone() for t in first]
+    fixed.angle_dt_fwd(-own["Angles"].float(), own["DT"], return_output_state=True)
+    check("trigger", "a second sum of angles leaves the first one as it is", all(map(torch.equal, first, kept)))
 
 
 def angles(fixed, released, given, states):

@@ -68,7 +68,9 @@ def dispatch(module, released):
         check("control", f"{name}: {', '.join(off)} are seen", len(off) == 1 + train + ("return_final_states" in more))
     given = {**repro.inputs(80), "sizes": ((P, N), (N,), (P,))}
     steps.compared(module, released, given, states)
-    steps.elsewhere(module, given)
+    steps.launches(module, released, given, states)
+    steps.constants(module, released)
+    steps.one_after_the_other(module, given)
     steps.angles(module, released, given, states)
     steps.callers(module)
 

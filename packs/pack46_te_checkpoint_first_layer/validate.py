@@ -16,8 +16,6 @@ import repro
 import torch
 from repro import STEPS, check, finish
 
-OVERRIDE = "backward_override"  # of a recipe: a backward in another precision, which needs no transposed weight
-
 
 def layer(rows, columns, dtype=torch.bfloat16):
     return repro.te.Linear(rows, columns, device="cuda", params_dtype=dtype)
@@ -60,6 +58,19 @@ class Beside(torch.nn.Sequential):
 
     def forward(self, x):
         return self[0](x) * self[1](x)
+
+
+class Twice(torch.nn.Sequential):
+    """A layer that is called with what needs a gradient, and with what may need none."""
+
+    calls = 2
+
+    def __init__(self):
+        super().__init__(layer(64, 48))
+        self.factor = torch.nn.Parameter(torch.full((64,), 2.0, device="cuda", dtype=torch.bfloat16))
+
+    def forward(self, x):
+        return self[0](x * self.factor) + self[0](x)
 
 
 class Nested(torch.nn.Sequential):
@@ -123,13 +134,7 @@ def recipes():
     known = {"delayed scaling": (delayed, 64)}
     known["delayed scaling, the most recent"] = partial(delayed, amax_compute_algo="most_recent"), 64
     if repro.FACTS["evidence"].startswith("device"):
-        current = repro.recipes.Float8CurrentScaling
-        known |= {
-            "current scaling": (current, 64),
-            "blocks": (repro.recipes.Float8BlockScaling, 256),
-        }
-        for kind in ("high_precision", "dequantized") if OVERRIDE in current.__dataclass_fields__ else ():
-            known[f"current scaling, {OVERRIDE}={kind}"] = partial(current, **{OVERRIDE: kind}), 64
+        known |= {kind: (recipe, measure.SIZE) for kind, recipe in measure.recipes()}
     return known
 
 
@@ -150,6 +155,9 @@ def trained(
     cached=False,
     after=None,
     between=None,
+    mixed=False,
+    backwards=False,
+    dropped=False,
     **options,
 ):
     """Outputs, gradients and scales of each step, after which weights change their sign; how often the block ran; inputs that have another gradient than is wanted."""
@@ -161,29 +169,32 @@ def trained(
     parameters = [*block.parameters(), *(last.parameters() if last else ())]
     for _ in range(STEPS):
         pairs = []
-        for i in range(microbatches):
-            x = torch.randn(size, device="cuda", dtype=dtype).requires_grad_(wanted)
+        for i in range(-dropped, microbatches):  # one whose backward never comes is the first
+            needs = wanted != ((mixed and i % 2 == 1) or i < 0)
+            x = torch.randn(size, device="cuda", dtype=dtype).requires_grad_(needs)
             run = partial(block[0], is_first_microbatch=i == 0) if cached else block
             around = autocast() if amp else contextlib.nullcontext()
             with repro.te.fp8_autocast(enabled=not isinstance(block, Inside), fp8_recipe=recipe), around:
                 y = run(x, **named) if how is None else repro.te.checkpoint(run, x, **named, **how)
                 y = repro.te.checkpoint(last, y, **how or {}) if last and how is not None else last(y) if last else y
-            pairs.append((x, y))
+            pairs += [(x, y)] if i >= 0 else []
             if between:  # the layers are run besides, too
                 with between(), repro.te.fp8_autocast(enabled=True, fp8_recipe=recipe):
                     y = block(torch.randn(size, device="cuda", dtype=dtype))
                 pairs += [(None, y)] if y.requires_grad else []
-        for x, y in pairs[::-1] if cached else pairs:
+        for i, (x, y) in list(enumerate(pairs))[:: -1 if cached or backwards else 1]:
+            needs = wanted != (mixed and i % 2 == 1)
             y.backward(torch.randn_like(y))
-            odd += x is not None and ((x.grad is not None) != wanted or x.requires_grad != wanted)
-            found += [y.detach(), *([x.grad] if wanted and x is not None else [])]
+            odd += x is not None and ((x.grad is not None) != needs or x.requires_grad != needs)
+            found += [y.detach(), *([x.grad] if needs and x is not None else [])]
+        found += [block.generator.get_state()] if isinstance(block, Drawn) else []
         found += [p.grad.clone() for p in parameters if p.requires_grad]
         states = [m.fp8_meta["scaling_fwd"] for m in block if hasattr(m, "fp8_meta")]
         found += [state.scale.clone() for state in states if hasattr(state, "scale")]
         for p in parameters:
             p.data.neg_()
             p.grad = None
-    return found, len(ran), odd
+    return found, len(ran) // getattr(block, "calls", 1), odd
 
 
 def same(name, make, **options):
@@ -197,24 +208,29 @@ def same(name, make, **options):
     got, again, odd = trained(make, recipe(), how, **options)
     check("control", f"{name}: gradients without te.checkpoint are numbers", all(t.isfinite().all() for t in want))
     if scaled:
-        far = [(a.double() - b.double()).norm() / b.double().norm() for a, b in zip(got, want, strict=True)]
+        far = [
+            (a.double() - b.double()).norm().cpu() / b.double().norm().cpu()
+            if a.is_floating_point()
+            else torch.tensor(float(not torch.equal(a, b)))  # the state of a generator
+            for a, b in zip(got, want, strict=True)
+        ]
         check("trigger", f"{name}: as without te.checkpoint, but for scales", error=torch.stack(far).max(), limit=0.2)
     else:
         check("trigger", f"{name}: bitwise as without te.checkpoint", all(map(torch.equal, got, want)))
-    runs += STEPS * options.get("microbatches", 1)
+    runs += STEPS * options.get("microbatches", 1)  # a forward whose backward never comes is not run again
     check("trigger", f"{name}: blocks run {again} times, of {runs}", again == runs)
     check("trigger", f"{name}: inputs have a gradient where one is wanted", not odd)
 
 
-def grouped():
-    """GroupedLinear, of which the lane te-cpu has no GEMM, with each recipe of a GPU."""
-    module, more = next((module, more) for name, module, more in measure.modules() if name == "GroupedLinear")
-    for kind, recipe in measure.recipes():
-        for wanted in (True, False):
-            repro.manager.reset()
-            name = f"GroupedLinear, {kind}, an input that needs {'a' if wanted else 'no'} gradient"
-            found = measure.outcome(module, more, recipe(), wanted)
-            check("trigger", f"{name}: bitwise as without te.checkpoint", found["right"] == 1)
+def modules():
+    """Modules that the lane te-cpu has no GEMM of, and those that were right, with each recipe of a GPU."""
+    for of, module, more in measure.modules():
+        for kind, recipe in measure.recipes():
+            for wanted in (True, False) if of != "LayerNormMLP" or "override" not in kind else ():
+                repro.manager.reset()
+                name = f"{of}, {kind}, an input that needs {'a' if wanted else 'no'} gradient"
+                found = measure.outcome(module, more, recipe(), wanted)
+                check("trigger", f"{name}: bitwise as without te.checkpoint", found["right"] == 1)
 
 
 def right(wanted):
@@ -222,7 +238,8 @@ def right(wanted):
     torch.manual_seed(0)
     repro.manager.reset()
     (part,) = one()
-    for _ in range(2):  # the second one has scales
+    for _ in range(2):  # the second one has scales, and another weight
+        part.weight.data.neg_()
         x, gradient = (torch.randn(64, n, device="cuda", dtype=torch.bfloat16) for n in (64, 48))
         part.zero_grad()
         with repro.te.fp8_autocast(enabled=True, fp8_recipe=delayed()):
@@ -234,7 +251,10 @@ def right(wanted):
     cases += [("gradient of the input", x.grad, wide[3] @ wide[1])] if wanted else []
     for name, got, want in cases:
         name = f"an input that needs {'a' if wanted else 'no'} gradient: {name} against fp64"
-        check("trigger", name, error=((got - want).norm() / want.norm()).item(), limit=0.1)
+        error = ((got - want).norm() / want.norm()).item()
+        check("trigger", name, error=error, limit=0.1)
+        if name.endswith(("output against fp64", "weight against fp64")):
+            check("trigger", f"{name}: it is in FP8", error > 0.01)
 
 
 def products():
@@ -251,8 +271,8 @@ def products():
                 y.sum().backward()
                 called.append(gemm.call_count)
         forward, both, _, again = called
-        name = f"an input that needs {'a' if wanted else 'no'} gradient: {again} products, of {both + forward}"
-        check("trigger", name, 0 < forward < both and again == both + forward)
+        name = f"an input that needs {'a' if wanted else 'no'} gradient: {both} products, and {again} in a checkpoint"
+        check("trigger", name, (forward, both, again) == (1, 2 + wanted, 3 + wanted))
 
 
 def entered():
@@ -336,9 +356,23 @@ def main():
     for wanted in (True, False):
         kind = f"an input that needs {'a' if wanted else 'no'} gradient"
         same(f"{kind}, a checkpoint in the block", lambda: Nested(layer(64, 48), layer(64, 48)), wanted=wanted, scaled=True)
+        same(f"{kind}, a layer called twice", Twice, wanted=wanted, scaled=True)
+        same(f"{kind}, a forward without a backward before", one, wanted=wanted, dropped=True, scaled=True)
+        same(f"{kind}, the next microbatch's otherwise", two, wanted=wanted, microbatches=2, mixed=True)
+        same(
+            f"{kind}, the next microbatch's otherwise, backwards",
+            two,
+            wanted=wanted,
+            microbatches=2,
+            mixed=True,
+            backwards=True,
+            scaled=True,
+        )
         same(f"{kind}, an evaluation between", two, wanted=wanted, between=torch.no_grad, scaled=True)
         same(f"{kind}, another batch without te.checkpoint between", two, wanted=wanted, between=torch.enable_grad, scaled=True)
-    same("draws of its own", Drawn, how={"get_rng_state_tracker": Tracker})
+    for count in (1, 2):
+        tracked = {"how": {"get_rng_state_tracker": Tracker}, "microbatches": count, "backwards": True}
+        same(f"draws of its own, {count} at a time", Drawn, scaled=count > 1, **tracked)
     same("a sequence of batches", one, size=(16, 2, 64))
     for dtype in (torch.float32, torch.float16):
         same(f"weights in {dtype}", lambda dtype=dtype: torch.nn.Sequential(layer(64, 48, dtype)), dtype=dtype)
@@ -367,7 +401,7 @@ def main():
     entered()
     products()
     if repro.FACTS["evidence"].startswith("device"):
-        grouped()
+        modules()
     freed(False)
     freed(True)
     without_gradients()
