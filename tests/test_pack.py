@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -252,13 +253,29 @@ def test_a_script_finds_an_editable_install():
     assert beside == set(re.findall(r"\d\d", re.search(r"editable install .* but for those of packs (.*?):", docs)[1]))
 
 
-#: Scripts that are longer than a page, and how long each may be: the list only gets shorter.
-LONGER = {
-    "pack28": 116,
-}
-
-
 def test_a_script_is_one_page():
     lines = {pack.name: reportblock.own(pack.script.read_text()).count("\n") for pack in all_packs()}
-    assert {name: count for name, count in lines.items() if count > LONGER.get(name, 100)} == {}
-    assert all(lines[name] > 100 for name in LONGER), "no longer an exception"
+    assert {name: count for name, count in lines.items() if count > 100} == {}
+
+
+@pytest.mark.parametrize(
+    ("lines", "word"),
+    [
+        ('check("control", "x", False, error=0.0, limit=1.0)', "CHANGED: TypeError"),  # two answers
+        ('check("control", "x", error=0.0)', "CHANGED: TypeError"),  # no limit
+        ('check("control", "x", lambda: False)', "CHANGED: TypeError"),
+        ('check("control", "x", (each for each in ()))', "CHANGED: TypeError"),
+        ('check("control", "x", "False")', "CHANGED: TypeError"),
+        ('check("control", "x", 1)', "CHANGED: TypeError"),
+        ('check("control", "x", False); finish("MEASURED")', "CHANGED: x"),
+        ('check("control", "x", True); finish("MEASURED")', "MEASURED"),
+        ('check("control", "x", True); finish()', "CHANGED: nothing was checked"),
+        ('check("control", "x", error=math.nan, limit=1.0); check("trigger", "y", True); finish()', "CHANGED: x"),
+    ],
+)
+def test_the_report_block_takes_no_check_that_is_no_answer(tmp_path, lines, word):
+    script = tmp_path / "repro.py"
+    script.write_text(f"{reportblock.TEXT}\n{lines}\n")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == word
+    assert done.returncode == (0 if word == "MEASURED" else 125)

@@ -1,6 +1,7 @@
 """A module imports only from its own room and from those before it, so that the data flows one way."""
 
 import ast
+import re
 
 import pytest
 
@@ -19,10 +20,16 @@ def modules():
 
 def imported(path):
     for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, "a relative import hides its room"
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"common(\.\w+)+", node.value):
+            yield node.value  # what importlib is given
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "common":
             yield from ([f"{node.module}.{alias.name}" for alias in node.names])
         elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "common")
+            names = [alias.name for alias in node.names if alias.name.split(".")[0] == "common"]
+            assert "common" not in names, "its rooms would be reached without an import"
+            yield from names
 
 
 def room_of(name):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import difflib
 import importlib
 import os
+import re
 import signal
 import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from common import __version__
 from common.__main__ import missing
@@ -28,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if threading.current_thread() is threading.main_thread() and arguments is None:
             _guard()
         if extra and options.command != "run":
-            parser.error(f"unrecognized arguments: {' '.join(extra)}")
+            parser.error(f"{options.command} does not take {' '.join(extra)}")
         return int(options.call(options, extra))
     except UserError as error:
         complain(str(error))
@@ -88,10 +91,25 @@ COMMANDS = (
 )  # fmt: skip
 
 
+class _Parser(argparse.ArgumentParser):
+    """One sentence for a mistake in a call, in place of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        near = difflib.get_close_matches(wrong[1], re.findall(r"[\w-]+", wrong[2]), 1) if wrong else []
+        if wrong and len(wrong[2]) > 80:
+            message = f"{message[: wrong.start()]}there is no {wrong[1]!r}"
+        meant = f" Did you mean {near[0]}?" if near else ""
+        complain(
+            f"{message[:1].upper()}{message[1:]}.{meant} {self.prog} {'-- ' * ('nox' in self.prog)}--help says what there is."
+        )
+        sys.exit(USAGE)
+
+
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     # A nox session tells its own name: nox -s attach --
     session = os.environ.get("REPRODUCER_PROG")
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m common",
         description="Is this upstream bug in that release, and does this fix fix it?",
         epilog="Exit status: 0 every verdict is what the pack expects, 1 one is not, 2 a mistake in the call or its surroundings, 130 Ctrl-C.",

@@ -277,8 +277,9 @@ def _folders(packs: Path) -> list[Path]:
 
 
 def numbered(name: str) -> str:
-    """``pack09`` for ``09`` and ``9``; another name as it is."""
-    return f"pack{int(name):02d}" if name.isdecimal() else name
+    """``pack09`` for ``09``, ``9`` and ``pack9``; another name as it is."""
+    number = re.fullmatch(r"(?:pack)?(\d{1,2})", name)
+    return f"pack{int(number[1]):02d}" if number else name
 
 
 def find(name: str, packs: Path = PACKS) -> Pack:

@@ -187,7 +187,9 @@ def test_a_part_of_a_diff_is_not_validated_for_the_whole(wheels, index, run, tmp
 
 def test_a_diff_that_leaves_a_name_undefined_is_not_validated(wheels, index, run, tmp_path):
     release = index.add(wheels["1.0"])
-    more = "     return sum(xs)\n+\n+\n+def mean(xs):\n+    return summed(xs) / len(xs)\n".replace("     return", "+    return", 1)
+    more = "     return sum(xs)\n+\n+\n+def mean(xs):\n+    return summed(xs) / len(xs)\n".replace(
+        "     return", "+    return", 1
+    )
     patch = write(tmp_path, modify(TOY).replace("+    return sum(xs)\n", more).replace("+1,2", "+1,6"))
     rows, _ = run(release, patch=patch)
     assert str(rows[1].verdict) == f"CHANGED: the diff leaves names undefined ({TOY}: summed)"

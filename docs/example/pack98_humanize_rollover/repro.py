@@ -44,13 +44,14 @@ ROLES = ("control", "trigger", "signature")
 
 def check(role, name, ok=None, *, error=None, limit=None):
     """Record whether the release behaves as a correct one: ``ok``, or ``error <= limit``. What is no finite number has failed."""
-    row = {"role": role, "name": name}
+    row, unclear = {"role": role, "name": name}, ok is not None and limit is not None or error is not None and limit is None
     if limit is not None:
         error = float(error) if error is not None and math.isfinite(error) else None
         row |= {"error": error, "limit": limit}
         ok = error is not None and 0 <= error <= limit
     number = type(ok) in (int, float) or str(getattr(ok, "dtype", "bool")) not in ("bool", "torch.bool")
-    if role not in ROLES or not name or number or (limit is not None and not 0 < limit < math.inf):
+    answer = not (number or unclear or callable(ok) or isinstance(ok, (str, complex)) or hasattr(ok, "__next__"))
+    if role not in ROLES or not name or not answer or (limit is not None and not 0 < limit < math.inf):
         raise TypeError(f"this check cannot be judged: {role!r}, {name!r}, ok={ok!r}, limit={limit!r}")
     CHECKS.append({**row, "ok": bool(ok)})
     shown = "" if limit is None else "  not finite" if error is None else f"  {error:.2e} (limit {limit:.0e})"
@@ -70,6 +71,8 @@ def finish(verdict=None, reason=""):
             verdict, reason = "CHANGED", bad[0]
         else:
             verdict = "REPRODUCED" if failed["trigger"] else "ABSENT"
+    if verdict == "MEASURED" and (bad := [name for names in failed.values() for name in names]):
+        verdict, reason = "CHANGED", bad[0]
     absent = "FIX_VALIDATED" if os.environ.get("REPRODUCER_SIDE") == "patched" else "BUG_ABSENT"
     word = {"REPRODUCED": "BUG_REPRODUCED", "ABSENT": absent}.get(verdict, verdict)
     facts = json.dumps({**FACTS, "checks": CHECKS, "verdict": verdict})
