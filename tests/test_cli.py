@@ -75,8 +75,10 @@ def test_somebody_elses_diff_is_judged_on_both_sides(cli, cache, tmp_path):
         diff.format("sum(xs)").replace("+1,2 @@", "+1,5 @@") + "+\n+def more():\n+    return 1\n"
     )
     done = cli("run", "pack00", "--release", "1.0", "--patch", tmp_path / "more.diff", cache=cache)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "leaves alone: perhaps no check looks at it: reproducer_toy/__init__.py: more" in " ".join(done.stdout.split())
+    assert done.returncode == 1, done.stdout + done.stderr
+    told = " ".join(done.stdout.split())
+    assert "leaves alone: perhaps no check looks at it: reproducer_toy/__init__.py: more" in told
+    assert "UNTESTABLE: not-run (reproducer_toy/__init__.py: more)" in told
     (tmp_path / "elsewhere.diff").write_text(
         diff.replace("-    return xs[0] * len(xs)\n+    return {}\n", "     return xs[0] * len(xs)\n+\n+total = sum\n").replace(
             "+1,2 @@", "+1,4 @@"

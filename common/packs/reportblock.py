@@ -20,6 +20,7 @@ EARLIER = {
     "report": (
         "01b13970df614bea070a589b8e5caf8cc6df05cd57cb1c31b7448cec71ca325d",
         "a8b0555ba7653ef60f0e08c9edd4ee3eb497e13d71b7ba6c13155001a4888b8a",
+        "2d8eb967a00461f9311c7fc5c8a7cb0557d3e5c09867d541997860ad5d9c609c",
     )
 }
 

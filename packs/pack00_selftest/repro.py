@@ -56,7 +56,7 @@ ROLES = ("control", "trigger", "signature")
 
 def check(role, name, ok=None, *, error=None, limit=None):
     """Record whether the release behaves as a correct one: ``ok``, or ``error <= limit``. What is no finite number has failed."""
-    row, unclear = {"role": role, "name": name}, ok is not None and limit is not None or error is not None and limit is None
+    row, unclear = {"role": role, "name": name}, (error if limit is None else ok) is not None
     if limit is not None:
         error = float(error) if error is not None and math.isfinite(error) else None
         row |= {"error": error, "limit": limit}
