@@ -357,18 +357,11 @@ def main():
         kind = f"an input that needs {'a' if wanted else 'no'} gradient"
         same(f"{kind}, a checkpoint in the block", lambda: Nested(layer(64, 48), layer(64, 48)), wanted=wanted, scaled=True)
         same(f"{kind}, a layer called twice", Twice, wanted=wanted, scaled=True)
-        if int(repro.FACTS["version"].split(".")[1]) >= 4:  # before, another forward's scales are taken (pack22)
-            same(f"{kind}, a forward without a backward before", one, wanted=wanted, dropped=True, scaled=True)
         same(f"{kind}, the next microbatch's otherwise", two, wanted=wanted, microbatches=2, mixed=True)
-        same(
-            f"{kind}, the next microbatch's otherwise, backwards",
-            two,
-            wanted=wanted,
-            microbatches=2,
-            mixed=True,
-            backwards=True,
-            scaled=True,
-        )
+        if int(repro.FACTS["version"].split(".")[1]) >= 4:  # before, another forward's scales are taken (pack22)
+            last_first = {"microbatches": 2, "mixed": True, "backwards": True}
+            same(f"{kind}, a forward without a backward before", one, wanted=wanted, dropped=True, scaled=True)
+            same(f"{kind}, the next microbatch's otherwise, backwards", two, wanted=wanted, scaled=True, **last_first)
         same(f"{kind}, an evaluation between", two, wanted=wanted, between=torch.no_grad, scaled=True)
         same(f"{kind}, another batch without te.checkpoint between", two, wanted=wanted, between=torch.enable_grad, scaled=True)
     for count in (1, 2):
