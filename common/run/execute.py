@@ -29,10 +29,8 @@ def environ(plan: Plan, cell: Cell, there: Environment, place: Path) -> dict[str
     if plan.here:
         # What the active environment was started with has to stay visible to the script, but behind the release.
         first += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
-    watch: dict[str, str] = {}
-    if plan.patch is not None and cell.side == "patched":
-        first.append(str(lanes.FOLDER / "watch"))
-        watch = {"REPRODUCER_OVERLAY": str(place / "overlay"), "REPRODUCER_CALLS": str(calls(place))}
+    watched = watch(place).exists()
+    first += [str(lanes.FOLDER / "watch")] if watched else []
     return {
         **run_env(os.environ),
         "PYTHONPATH": os.pathsep.join(first),
@@ -52,7 +50,7 @@ def environ(plan: Plan, cell: Cell, there: Environment, place: Path) -> dict[str
         ),
         "REPRODUCER_SIDE": cell.side,
         "REPRODUCER_DIST": cell.dist,
-        **watch,
+        **({"REPRODUCER_WATCH": str(watch(place)), "REPRODUCER_CALLS": str(calls(place))} if watched else {}),
         # Compile caches go into the cell's own folder: no run sees another's kernels.
         "HOME": str(place / "home"),
         "TMPDIR": str(place / "tmp"),
@@ -61,8 +59,13 @@ def environ(plan: Plan, cell: Cell, there: Environment, place: Path) -> dict[str
     }
 
 
+def watch(place: Path) -> Path:
+    """Which functions of the overlay are watched: see common/lanes/watch."""
+    return place / "home" / "watch.json"
+
+
 def calls(place: Path) -> Path:
-    """Where the functions of the overlay that are called are noted: see common/lanes/watch."""
+    """Where it is noted that they are called."""
     return place / "home" / "calls"
 
 

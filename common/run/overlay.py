@@ -180,21 +180,17 @@ def changed(site: Path, overlay: Path) -> set[str]:
     return found
 
 
-def unrun(site: Path, overlay: Path, calls: Path) -> set[str]:
-    """What an overlay changes of a release, as `changed` names it, and no call was noted of in ``calls``: lines ``LINE FILE``.
+def watched(site: Path, overlay: Path) -> dict[str, set[str]]:
+    """What an overlay changes of a release, as `changed` names it, and where its code begins: ``LINE FILE``, one of which is called.
 
     Kernels are left out, which a compiler reads and Python does not run.
     """
-    lines: dict[str, set[int]] = {}
-    for noted in calls.read_text().splitlines() if calls.exists() else []:
-        line, _, file = noted.partition(" ")
-        lines.setdefault(file, set()).add(int(line))
-    found: set[str] = set()
+    found: dict[str, set[str]] = {}
     for part in changed(site, overlay):
         name = part.partition(": ")[0]
         places = _places((overlay / name).read_bytes(), name) if (overlay / name).is_file() else {}
-        if part in places and not places[part] & lines.get(str(overlay / name), set()):
-            found.add(part)
+        if part in places:
+            found[part] = {f"{line} {overlay / name}" for line in places[part]}
     return found
 
 

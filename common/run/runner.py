@@ -370,6 +370,10 @@ def _attempt(
     except AnchorError as error:
         at_anchor = {"exit": None, "stopped": "anchor", "message": scrub(str(error))}
         return _Ran(closing=at_anchor, environment=there, notes=notes)
+    watch = overlay.watched(there.site, place / "overlay") if plan.patch is not None and patch is not None else {}
+    if watch:
+        write_atomically(execute.watch(place), json.dumps([sorted(lines) for lines in watch.values()]))
+        execute.calls(place).touch()
     command, environ = execute.command(plan, there), execute.environ(plan, cell, there, place)
 
     def ended_by(plan: Plan, there: Environment, command: list[str]) -> Ended:
@@ -407,8 +411,8 @@ def _attempt(
         output = _ended(output) + scrub(second.output)
         closing["validate"] = _closing(second, sandbox=plan.sandbox)
     if plan.patch is not None and patch is not None:
-        missed = overlay.unrun(there.site, place / "overlay", execute.calls(place))
-        patch["unrun"] = [scrub(plain(part)) for part in sorted(missed)]
+        called = set(execute.calls(place).read_text().splitlines()) if watch else set()
+        patch["unrun"] = [scrub(plain(part)) for part, lines in sorted(watch.items()) if not lines & called]
     return _Ran(
         closing=closing,
         lines=lines,

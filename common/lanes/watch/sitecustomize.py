@@ -1,28 +1,37 @@
-"""Notes which functions of the overlay are called while somebody's diff is judged: their files and first lines, a line each.
+"""Notes which functions that a diff changes are called, while it is judged: ``LINE FILE`` of each, a line in a file.
 
 Python imports a module of this name when it starts, in every process: https://docs.python.org/3/library/site.html
-Runs inside the environment under test, so it uses the standard library only.
+Runs inside the environment under test, so it uses the standard library only. Tracing makes calls slow before Python 3.12, and
+ends with the first call of the last function.
 """
 
+import json
 import os
 import sys
 import threading
 from types import CodeType, FrameType
 from typing import Any
 
-FOLDER = os.environ["REPRODUCER_OVERLAY"] + os.sep
 #: Opened once: some scripts look at what is opened.
-FILE = os.open(os.environ["REPRODUCER_CALLS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-known: set[CodeType] = set()
+CALLS = os.open(os.environ["REPRODUCER_CALLS"], os.O_RDWR | os.O_APPEND)
+with open(os.environ["REPRODUCER_WATCH"]) as file:  # noqa: PTH123 - pathlib would be imported before any other module
+    called = set(os.read(CALLS, 2**24).decode().splitlines())
+    #: Where each function begins; some begin in several places, of which one is called.
+    waiting = [set(places) for places in json.load(file) if not called & set(places)]
+places = {place for each in waiting for place in each}
+files = {place.partition(" ")[2] for place in places}
 
 
 def note(code: CodeType) -> None:
-    if code not in known and code.co_filename.startswith(FOLDER):
-        known.add(code)
-        os.write(FILE, f"{code.co_firstlineno} {code.co_filename}\n".encode())
+    if code.co_filename in files and (place := f"{code.co_firstlineno} {code.co_filename}") in places:
+        os.write(CALLS, f"{place}\n".encode())
+        waiting[:] = [each for each in waiting if place not in each]
+        places.intersection_update(other for each in waiting for other in each)
 
 
-if sys.version_info >= (3, 12):  # in all threads, autograd's among them, and each function once
+if not waiting:
+    pass
+elif sys.version_info >= (3, 12):  # in all threads, autograd's among them, and each function once
 
     def started(code: CodeType, offset: int) -> Any:
         note(code)
@@ -34,8 +43,11 @@ if sys.version_info >= (3, 12):  # in all threads, autograd's among them, and ea
     monitoring.set_events(tool, monitoring.events.PY_START)
 else:
 
-    def called(frame: FrameType, event: str, argument: Any) -> None:
+    def started(frame: FrameType, event: str, argument: Any) -> None:
         note(frame.f_code)
+        if not waiting:
+            sys.settrace(None)
+            threading.settrace(None)
 
-    threading.settrace(called)
-    sys.settrace(called)
+    threading.settrace(started)
+    sys.settrace(started)
