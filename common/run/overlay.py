@@ -172,12 +172,18 @@ def _files(site: Path, overlay: Path) -> list[str]:
 def changed(site: Path, overlay: Path) -> set[str]:
     """What an overlay changes of a release: ``file: Class.function``, ``file: Class`` or ``file`` for what stands in no function."""
     found: set[str] = set()
+    for name, old, new in _differing(site, overlay):
+        before, after = (_definitions(text, name) for text in (old, new))
+        found |= {part for part in {*before, *after} if before.get(part) != after.get(part)} or {name}
+    return found
+
+
+def _differing(site: Path, overlay: Path) -> Iterator[tuple[str, bytes, bytes]]:
+    """Each file that is not the same in a release and an overlay: its name and both texts, empty where it is not."""
     for name in _files(site, overlay):
         old, new = (each.read_bytes() if each.exists() else b"" for each in (site / name, overlay / name))
         if old != new:
-            before, after = (_definitions(text, name) for text in (old, new))
-            found |= {part for part in {*before, *after} if before.get(part) != after.get(part)} or {name}
-    return found
+            yield name, old, new
 
 
 def watched(site: Path, overlay: Path) -> dict[str, set[str]]:
@@ -225,9 +231,8 @@ def undefined(site: Path, overlay: Path) -> set[str]:
     Most are left behind in a function that no check of the pack runs. Files with ``from … import *`` are not looked at.
     """
     found: set[str] = set()
-    for name in _files(site, overlay):
-        old, new = (each.read_bytes() if each.exists() else b"" for each in (site / name, overlay / name))
-        if old != new and name.endswith(".py"):
+    for name, old, new in _differing(site, overlay):
+        if name.endswith(".py"):
             found |= {f"{name}: {unknown}" for unknown in _unknown(new) - _unknown(old)}
     return found
 
