@@ -51,6 +51,7 @@ def dispatch(module, released):
         ("training, a chunk", repro.inputs(64), True, final),
         ("prefill, less than a chunk", repro.inputs(48), False, final),
         ("prefill, a batch of two", two, False, final),
+        ("prefill in inference mode", one, False, final),
         ("prefill, chunks of 32", one, False, {**final, "chunk_size": 32}),
         ("after a segment", one, True, {**final, "Input_States": states}),
         ("two sequences in one", one, True, {**final, "Input_States": both, "cu_seqlens": ends}),
@@ -58,7 +59,8 @@ def dispatch(module, released):
         own = {"init_state": more.get("Input_States", [None])[0], "chunk_size": more.get("chunk_size", 64)}
         own |= {"cu_seqlens": more.get("cu_seqlens"), "return_output_state": True}
         want, last = released.angle_dt_fwd(given["Angles"].float(), given["DT"], **own)
-        angles, others = handed(module, given, train, more)
+        with torch.inference_mode(name.endswith("inference mode")):
+            angles, others = handed(module, given, train, more)
         off = {what: turn(got, last if what == "state" else want) for what, got in angles.items()}
         for what, error in off.items():
             check("trigger", f"{name}: angles of the {what}, rad", error=error, limit=1e-4)
