@@ -12,7 +12,7 @@ from common.packs.pack import find
 from common.store import history
 
 PACK = find("pack01")
-CPU, GPU = "linux-x86_64-cpu", "linux-x86_64-nvidia-h100-80gb-hbm3"
+CPU, GPU = "linux-x86_64-cpu", "linux-x86_64-nvidia-h200"
 WAITS = {
     "cu[0].item()": ".item()",
     "bool(cu.any())": ".item()",
