@@ -34,8 +34,8 @@ def full(error: OSError) -> bool:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn a full disk or a read-only folder, met while writing ``path``, into a `UserError`."""
+def writing(path: Path, instead: str = "--results, or of the cache with REPRODUCER_CACHE") -> Iterator[None]:
+    """Turn a full disk or a read-only folder, met while writing ``path``, into a `UserError`; ``instead`` names another."""
     try:
         yield
     except OSError as error:
@@ -45,7 +45,6 @@ def writing(path: Path) -> Iterator[None]:
             ) from error
         if error.errno in UNWRITABLE:
             raise UserError(
-                f"{path} cannot be written ({os.strerror(error.errno)}): name another folder with --results, "
-                "or of the cache with REPRODUCER_CACHE."
+                f"{path} cannot be written ({os.strerror(error.errno)}): name another folder with {instead}."
             ) from error
         raise

@@ -19,6 +19,7 @@ from common import __version__
 from common.__main__ import missing
 from common.cli.common import INTERRUPTED, OK, USAGE, complain
 from common.errors import UNWRITABLE, UserError, full
+from common.files import CACHE
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 
@@ -46,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return OK
         if not full(error) and error.filename and error.errno in UNWRITABLE:
-            complain(f"{error.filename}: {os.strerror(error.errno)}. Name another file or folder.")
+            other = "Name another folder with REPRODUCER_CACHE" if _of_cache(error.filename) else "Name another file or folder"
+            complain(f"{error.filename}: {os.strerror(error.errno)}. {other}.")
             return USAGE
         if not full(error):
             raise
@@ -55,6 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         complain("Stopped. Receipts of the runs that had ended are kept; nothing is left running.")
         return error.args[0] if error.args else INTERRUPTED
+
+
+def _of_cache(name: str) -> bool:
+    return Path(name) in (CACHE, *CACHE.parents) or Path(name).is_relative_to(CACHE)
 
 
 def _streams() -> None:

@@ -109,7 +109,9 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+        raise UserError(
+            f"{path} cannot be read ({error.strerror}): give a lock file, requirements, or what pip freeze prints."
+        ) from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not text in UTF-8.") from error
 

@@ -83,7 +83,7 @@ def build(
         raise UserError(f"{output} exists and is not a site made by this command: give another folder with --output.")
     part = output.with_name(f"{output.name}.part")
     shutil.rmtree(part, ignore_errors=True)
-    with writing(part):
+    with writing(part, "--output"):
         (part / "plots").mkdir(parents=True)
         for folder in ("badges", "osv"):
             (part / folder).mkdir()

@@ -117,7 +117,9 @@ def read_diff(patch: Path) -> list[_Change]:
     try:
         text = patch.read_bytes().decode("utf-8").replace("\r\n", "\n")
     except OSError as error:
-        raise UserError(f"{patch} cannot be read: {error.strerror}.") from error
+        raise UserError(
+            f"{patch} cannot be read ({error.strerror}): give a file, an address, or - for standard input."
+        ) from error
     except UnicodeDecodeError as error:
         raise UserError(f"{patch} is not a unified diff: it is not text.") from error
     if "\r" in text:  # Python reads a new line there, git does not.
