@@ -111,7 +111,7 @@ def mutants(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def packs(session: nox.Session) -> None:
-    """Run the tests of the packs: they install real releases and break fixes; UPSTREAM_CLONE=DIR gives a clone of Megatron-LM."""
+    """Run the tests of the packs: they install real releases and break fixes; UPSTREAM_CLONE=DIR names a clone of Liger-Kernel."""
     run_tests(session, "network")
 
 

@@ -5,11 +5,8 @@ import os
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from common import files
-from common.errors import UserError
-from common.install import lanes, releases, sources
+from common.install import lanes, releases
 from common.run import runner
 from common.store import receipt
 
@@ -68,16 +65,6 @@ def installed(pack, version):
     """The environment of one release, as the runner makes it."""
     release = next(r for r in releases.of(pack, files.CACHE)[0] if r.version == version)
     return runner.installed(pack, release, files.CACHE)
-
-
-def made_of_commit(pack, variant):
-    """The environment of a variant's commit: from a clone at $UPSTREAM_CLONE, or fetched; skips the test where neither has it."""
-    clone = os.environ.get("UPSTREAM_CLONE")
-    try:
-        wheel = sources.wheel(pack, variant, Path(clone) if clone else None, files.CACHE)
-    except UserError as error:
-        pytest.skip(f"{error} For this test: UPSTREAM_CLONE=DIR")
-    return runner.installed(pack, releases.Release(version="0", file="", sha256=""), files.CACHE, wheel)
 
 
 def run_script(pack, there, fixed, side, lane, *arguments, script=None):

@@ -111,9 +111,9 @@ def test_a_mutant_that_is_not_noticed_is_a_survivor(tmp_path, monkeypatch):
     assert text.splitlines()[7] in both and "- pack00, wrong fix, right by chance: ABSENT\n- pack09, dropped, x: ABSENT" in both
     assert pages.page(found, {}, both, today) == both
     # What was never run is named, as is what was run with other scripts.
-    assert "Not run as a whole with the scripts and mutants of today: pack38.\n" in both
+    assert "Not run as a whole with the scripts and mutants of today; a row above is older: pack38.\n" in both
     changed = pages.page([], {}, both, {**today, "pack09": "dddddddd"})
-    assert "Not run as a whole with the scripts and mutants of today: pack09, pack38.\n" in changed
+    assert "Not run as a whole with the scripts and mutants of today; a row above is older: pack09, pack38.\n" in changed
     assert "| pack09 | `bbbbbbbb` |" in changed
 
 

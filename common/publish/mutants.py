@@ -74,7 +74,11 @@ def page(
         f"|---|{'---|' * (len(KINDS) + 2)}",
         *sorted(rows),
         "",
-        *([f"Not run as a whole with the scripts and mutants of today: {', '.join(old)}.", ""] if old else ()),
+        *(
+            [f"Not run as a whole with the scripts and mutants of today; a row above is older: {', '.join(old)}.", ""]
+            if old
+            else ()
+        ),
         "## Survivors",
         "",
         *(sorted(survivors) or ["None."]),
