@@ -84,7 +84,7 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
         place = found.write(find, pack, release.version, options.seed, folder, number, plan.wheels.get(release.version))
         saw = "not run"
         if not told.stopped:
-            saw = str(runner.run_release(plans.planned(load(place), "", lane, **given), release)[0].verdict)
+            saw = str(runner.run_unpatched(plans.planned(load(place), "", lane, **given), release).verdict)
         out.print(f"written: {place} ({saw})", markup=False, soft_wrap=True)
     if told.stopped:
         out.print("Stopped by Ctrl-C.", style="yellow")

@@ -262,7 +262,7 @@ def _released(
     )
     wanted = (at if at and not variant else told.release) or pack.shown_on()
     release = Release(version=next(iter(wheels)), file="", sha256="") if wheels else choose(pack, wanted, CACHE)[0][0]
-    return plan, release, runner.run_release(plan, release, stop=stop)[0]
+    return plan, release, runner.run_unpatched(plan, release, stop=stop)
 
 
 def _run(plan: Plan, release: Release, unpatched: Row, mutant: Mutant, stop: threading.Event) -> Outcome:
@@ -274,9 +274,11 @@ def _run(plan: Plan, release: Release, unpatched: Row, mutant: Mutant, stop: thr
     if mutant.side == "patched":
         _end_at_the_first_failure(folder)
     changed = replace(plan, pack=load(folder).varied(plan.variant, plan.lane), results=place / "results")
-    rows = runner.run_release(changed, release, before=None if mutant.side == "unpatched" else unpatched, stop=stop)
+    if mutant.side == "unpatched":
+        row = runner.run_unpatched(changed, release, stop=stop)
+    else:
+        row = runner.run_release(changed, release, before=unpatched, stop=stop)[1]
     shutil.rmtree(place, ignore_errors=True)
-    row = rows[0] if mutant.side == "unpatched" else rows[1]
     saw = re.sub(r"\s+", " ", str(row.verdict))
     killed = row.as_expected if mutant.side is None else _noticed(row, mutant)
     if mutant.side == "unpatched" and history.turned(*(history.rows(each.verdict.metrics) for each in (unpatched, row))):

@@ -81,6 +81,12 @@ def _sentence(error: Exception) -> str:
     return f"{type(error).__name__}: {plain(str(error))}{at} (a fault of the runner, or of the machine)."
 
 
+def run_unpatched(plan: Plan, release: Release, *, stop: threading.Event | None = None) -> Row:
+    """One release as it is."""
+    sweep(plan.cache)
+    return _side(plan, release, "unpatched", stop=stop)
+
+
 def run_release(
     plan: Plan,
     release: Release,
@@ -90,8 +96,7 @@ def run_release(
     done: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
     """Both sides of one release, the unit of work of every pool. With ``before``, its unpatched side, the patched one alone."""
-    sweep(plan.cache)
-    unpatched = before or _side(plan, release, "unpatched", stop=stop)
+    unpatched = before or run_unpatched(plan, release, stop=stop)
     done(unpatched)
     patched = _side(plan, release, "patched", unpatched, stop=stop)
     done(patched)
