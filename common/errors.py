@@ -26,7 +26,17 @@ class AnchorError(Exception):
 
 
 #: What a path that a person named may come to.
-UNWRITABLE = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
+UNWRITABLE = (
+    errno.ENOENT,
+    errno.EEXIST,
+    errno.ELOOP,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
+)
 
 
 def full(error: OSError) -> bool:

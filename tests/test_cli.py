@@ -12,6 +12,8 @@ import pytest
 from helpers import ROOT, raw
 
 from common.cli import COMMANDS, main
+from common.cli.common import output
+from common.errors import UserError
 from common.store import receipt
 
 
@@ -136,6 +138,41 @@ def test_a_mistake_is_one_sentence_and_exit_2(cli, cache, arguments, said, monke
     assert said in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr + done.stdout
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run", "pack00", "--results", ""], "--results was given without a name: is a shell variable unset?"),
+        (["changes", "--upstream="], "--upstream was given without a name"),
+        (["run", "pack00", "--results", "README.md"], "is not a folder: name one with --results"),
+        (["run", "pack00", "--diff", "--without", "sum"], "--diff grades nothing; it has no meaning beside --without"),
+        (["run", "pack00", "--debug", "patched", "--propose"], "--debug grades nothing; it has no meaning beside --propose"),
+        (["pins", "--pack", "00"], "pack00 is about no upstream"),
+        (["pins", "--output", "/dev/null"], "/dev/null is a pipe or a device: name a file"),
+        (["hunt", "liger-kernel[x]==0.8.5", "--here"], "is not a package and one version"),
+        (["check", "--upgrade", "liger-kernel>=0.8==0.8.5"], "is not NAME==VERSION"),
+        (["check", "--upgrade", "liger-kernel==0.8.5", "--upgrade", "liger-kernel==0.8.2"], "names a package twice"),
+        (["check", "--python", "/bin/true"], "gave no list of packages"),
+        (["regress", "--pack", "09", "--upstream", "megatron-core"], "pack09 is about liger-kernel, not about megatron-core"),
+        (["new-pack", "60", "okk", "--title", "a\rb"], "A title is one line of text"),
+        (["new-pack", "60", "okk", "--title", "a\udcff"], "A title is one line of text"),
+    ],
+)
+def test_nonsense_is_refused(arguments, said, capsys):
+    assert main(arguments) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not list((ROOT / "packs").glob("pack60*"))
+
+
+def test_a_pipe_stays_a_pipe_and_a_link_a_link(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="is a pipe or a device"):
+        output(tmp_path / "pipe", "#")
+    assert output(tmp_path / "pipe", "#", stream=True) == tmp_path / "pipe"
+    (tmp_path / "file").write_text("# ours")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    assert output(tmp_path / "link", "#") == tmp_path / "file"
 
 
 def test_no_network_is_one_sentence(cli, tmp_path):

@@ -27,12 +27,14 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 def main(arguments: Sequence[str] | None = None) -> int:
     _streams()
     try:
-        parser = _parser(sys.argv[1:] if arguments is None else arguments)
-        options, extra = parser.parse_known_args(arguments)
+        words = sys.argv[1:] if arguments is None else arguments
+        parser = _parser(words)
+        options, extra = parser.parse_known_args(words)
         if threading.current_thread() is threading.main_thread() and arguments is None:
             _guard()
         if extra and options.command != "run":
-            parser.error(f"{options.command} does not take {' '.join(extra)}")
+            options.parser.error(f"{options.command} does not take {' '.join(extra)}")
+        _no_empty(words)
         return int(options.call(options, extra))
     except UserError as error:
         complain(str(error))
@@ -57,6 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         complain("Stopped. Receipts of the runs that had ended are kept; nothing is left running.")
         return error.args[0] if error.args else INTERRUPTED
+
+
+def _no_empty(words: Sequence[str]) -> None:
+    """An empty word is never meant: as a path it would be the folder that one stands in."""
+    for before, word in zip(["", *words], words, strict=False):
+        if not word or re.fullmatch(r"--[a-z-]+=", word):
+            name = word.rstrip("=") or (before if before.startswith("--") else "An argument")
+            raise UserError(f"{name} was given without a name: is a shell variable unset?")
 
 
 def _of_cache(name: str) -> bool:
@@ -106,9 +116,7 @@ class _Parser(argparse.ArgumentParser):
         if wrong and len(wrong[2]) > 80:
             message = f"{message[: wrong.start()]}there is no {wrong[1]!r}"
         meant = f" Did you mean {near[0]}?" if near else ""
-        complain(
-            f"{message[:1].upper()}{message[1:]}.{meant} {self.prog} {'-- ' * ('nox' in self.prog)}--help says what there is."
-        )
+        complain(f"{message[:1].upper()}{message[1:]}.{meant} {self.prog} --help says what there is.")
         sys.exit(USAGE)
 
 
@@ -128,5 +136,5 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
         module = importlib.import_module(f"common.cli.{name.replace('-', '_')}")
         command = sub.add_parser(name, prog=session, help=module.HELP, description=module.DESCRIPTION)
         module.arguments(command, session)
-        command.set_defaults(call=module.call)
+        command.set_defaults(call=module.call, parser=command)
     return parser

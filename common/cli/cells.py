@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from common.cli import report
-from common.cli.common import about_upstreams, base, formatted, judges, pool_options, results_option, warn
+from common.cli.common import about_upstreams, base, folder, formatted, judges, pool_options, results_option, warn
 from common.errors import UserError
 from common.files import CACHE, RESULTS
 from common.install import lanes
@@ -46,6 +46,8 @@ def chosen_packs(options: argparse.Namespace, out: Console) -> list[Pack]:
     """Those that were named, else all but the self-test, which says nothing of a release."""
     chosen = [find(name) for name in options.pack or ()] or about_upstreams(out)
     upstreams = sorted({pack.package for pack in chosen})
+    if options.pack and options.upstream and (strange := [p for p in chosen if p.package not in options.upstream]):
+        raise UserError(f"{strange[0].name} is about {strange[0].package}, not about {' or '.join(options.upstream)}.")
     if unknown := sorted(set(options.upstream or ()) - set(upstreams)):
         raise UserError(f"No pack is about {unknown[0]!r}; there are packs about {', '.join(upstreams)}.")
     return [pack for pack in chosen if not options.upstream or pack.package in options.upstream]
@@ -62,9 +64,8 @@ def session(
         judges(pack)
     if not getattr(options, "dry_run", False):
         formatted(packs, out)
+    folder(options.results, "--results")
     results = (options.results or RESULTS).resolve()
-    if results.exists() and not results.is_dir():
-        raise UserError(f"{results} is not a folder: name one with --results.")
     jobs = options.jobs or plans.default_jobs("device")
     there: AbstractContextManager[Pool] = (
         pool.cluster(options.scheduler, options.jobs) if options.scheduler else pool.threads(jobs)

@@ -50,7 +50,10 @@ def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:
 
 def call(options: argparse.Namespace, extra: list[str]) -> int:
     there = common.called_from()
-    wanted = dict(stack.pinned(text) for text in options.upgrade)
+    upgrades = [stack.pinned(text) for text in options.upgrade]
+    wanted = dict(upgrades)
+    if len(wanted) < len(upgrades):
+        raise UserError("--upgrade names a package twice: give one version of each.")
     index = affected.load(_index(options.results))
     if options.pack:
         chosen = set(map(numbered, options.pack))

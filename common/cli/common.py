@@ -44,12 +44,24 @@ def given(path: Path) -> Path:
     return path if here == Path.cwd() else here / path
 
 
-def output(path: Path, mark: str) -> Path:
+def folder(path: Path | None, option: str) -> None:
+    """`UserError` where what is given as a folder to write to is something else; nothing there is right, too."""
+    if path is not None and (path.is_symlink() or path.exists()) and not path.is_dir():
+        raise UserError(f"{path} is not a folder: name one with {option}.")
+
+
+def output(path: Path, mark: str, *, stream: bool = False) -> Path:
     """Where a command may write: a new file, an empty one, or one that it wrote before, which begins with ``mark``.
+
+    With ``stream`` a pipe, a terminal or a device, too: files are written by putting another in their place.
 
     Asked before the work is done, so that nothing is lost by it: neither the work nor a file of the user's.
     """
     target = called_from() / path
+    if target.is_symlink() and not stream:
+        target = target.resolve()
+    if target.exists() and not (stream or target.is_file() or target.is_dir()):
+        raise UserError(f"{path} is a pipe or a device: name a file.")
     if target.is_dir() or not target.parent.is_dir():
         why = "is a folder" if target.is_dir() else "is in a folder that does not exist"
         raise UserError(f"{path} {why}: name a file that can be written.")

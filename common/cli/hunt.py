@@ -102,8 +102,10 @@ def _target(options: argparse.Namespace) -> tuple[Pack, str]:
     """The pack that says what to vary, and which release of its package is asked for."""
     try:
         wanted = Requirement(options.release)
-    except InvalidRequirement as error:
-        raise UserError(f"{options.release!r} is not a package and version: write liger-kernel==0.8.5.") from error
+    except InvalidRequirement:
+        wanted = None
+    if wanted is None or wanted.url or wanted.extras or wanted.marker or [s for s in wanted.specifier if s.operator != "=="]:
+        raise UserError(f"{options.release!r} is not a package and one version: write liger-kernel==0.8.5.")
     packs = [pack for pack in common.about_upstreams(report.console(stderr=True)) if pack.hunt]
     about = [pack for pack in packs if canonicalize_name(pack.package) == canonicalize_name(wanted.name)]
     if not about:

@@ -49,7 +49,11 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
         out.print(word + f"[{ended}/{count}] {outcome.pack} {outcome.kind} {outcome.name}: {outcome.saw}", soft_wrap=True)
 
     found = mutants.run(
-        chosen, jobs=options.jobs or max(1, os.cpu_count() or 1), done=done, source=options.source, only=options.only
+        chosen,
+        jobs=options.jobs or max(1, os.cpu_count() or 1),
+        done=done,
+        source=options.source and common.given(options.source),
+        only=options.only,
     )
     survived = [outcome for outcome in found if not outcome.killed]
     out.print(f"{len(found)} mutants, {len(survived)} survived.")

@@ -44,6 +44,8 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     only = {find(name).name for name in options.pack} if options.pack else None
     if only and options.upstream and (strange := [p for p in packs if p.name in only and p.package not in options.upstream]):
         raise UserError(f"{strange[0].name} is about {strange[0].package}, not about {' or '.join(options.upstream)}.")
+    if only and (others := sorted(only - {p.name for p in packs})):
+        raise UserError(f"{others[0]} is about no upstream: name another pack.")
     target = common.output(options.output, pins.HEADER)
     asked = options.upstream or sorted({pack.package for pack in packs if only is None or pack.name in only})
     stored = common.stored(options, packs, out)

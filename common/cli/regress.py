@@ -12,7 +12,7 @@ from common.store import history
 
 HELP = "run every release of every upstream that has no fresh receipt, and report what changed"
 DESCRIPTION = """Run every (pack, release, side) that has no fresh receipt from this machine, and report what changed. A call that was
-stopped goes on where it stopped. Exit status: 0 if every verdict is what its pack expects, else 1."""
+stopped goes on where it stopped. Exit status: 0 if every verdict is what its pack expects, 1 if not, 2 for a mistake, 130 after Ctrl-C."""
 
 
 def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:
@@ -38,8 +38,9 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
             regress.plan, packs, plan_for=plan_for, which=options.releases, since=options.since, again=options.again
         )
         if options.dry_run:
-            cells.announce(choose(load()), out, dry=True)
-            return common.OK
+            work = choose(load())
+            cells.announce(work, out, dry=True)
+            return common.SURPRISE if work.problems else common.OK
         with regress.alone(results, machine) as journal:
             work = choose(load())
             cells.announce(work, out)

@@ -61,8 +61,6 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     jobs = options.jobs or min(plans.default_jobs(lanes.choose(pack)) for pack in about)
     tasks: list[Task] = []
     versions: list[str] = []
-    if not options.base or options.head == "":
-        raise UserError("--base and --head name commits: one of them is empty; is a shell variable unset?")
     for ref in (options.base, options.head):
         for pack in about:
             wheel = checkouts.wheel(pack, common.given(options.source), ref, CACHE)

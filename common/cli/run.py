@@ -139,6 +139,11 @@ def _read(options: argparse.Namespace) -> None:
     for name in ("checkout", "source", "release_path", "results"):
         if (path := getattr(options, name)) is not None:
             setattr(options, name, common.given(path))
+    common.folder(options.results, "--results")
+    mode = "debug" if options.debug else "diff" if options.diff is not None else ""
+    for other in ("diff", "propose", "picture", "record", "proofs", *(("patch", "without") if mode == "diff" else ())):
+        if mode not in ("", other) and getattr(options, other) not in (None, False):
+            raise UserError(f"--{mode} grades nothing; it has no meaning beside --{other}.")
     options.picture = options.picture and common.output(options.picture, "<svg")
     options.wheel = [common.given(wheel) for wheel in options.wheel or ()]
     # What goes to results/ by that name is recorded as what --record puts there.
@@ -154,10 +159,10 @@ def _planned(pack: Pack, options: argparse.Namespace, extra: Sequence[str], out:
     lane = lanes.choose(pack, options.lane or (own.lane if own else None))
     if options.record and (pack.kind == "selftest" or options.without):
         raise UserError("--record is for fixes on releases: the self-test and --without make no record.")
-    if options.record:
-        common.formatted([pack], out)
     checkout = _checkout(pack, variant, options, out)
     _fix(pack, options)
+    if options.record:
+        common.formatted([pack], out)
     results = options.results or (RESULTS if options.record else CACHE / "runs")
     of = ""
     if options.patch is not None or options.without is not None:
@@ -260,8 +265,6 @@ def _fix(pack: Pack, options: argparse.Namespace) -> None:
     """Look at what is to be applied before anything is run: mistakes in it are told at once."""
     if options.patch is not None and options.without is not None:
         raise UserError("--without leaves out a part of the pack's own fix; it has no meaning beside --patch.")
-    if options.patch is not None and str(options.patch) in ("", "."):
-        raise UserError("--patch was given without a name: is a shell variable unset?")
     if options.patch is not None:
         options.patch = common.given(sources.of_diff(options.patch, CACHE))
         overlay.read_diff(options.patch)
@@ -328,8 +331,6 @@ def _checkout(pack: Pack, variant: str, options: argparse.Namespace, out: Consol
     for other in ("patch", "without", "here", "propose", "debug", "diff"):
         if getattr(options, other):
             raise UserError(f"--{asked[0]} runs what it names as it is; it has no meaning beside --{other}.")
-    if options.commit == "":
-        raise UserError("--commit was given without a name: is a shell variable unset?")
     if options.pr is not None and options.pr < 1:
         raise UserError(f"--pr {options.pr} is not the number of a pull request.")
     if own and own.source:
@@ -385,6 +386,10 @@ def _use(plan: Plan, release: Release, script: Path, out: Console) -> int:
 def _releases(plan: Plan, wanted: Sequence[str] | None, out: Console) -> tuple[list[Release], list[str]]:
     """The releases to run, and warnings: from wheels, from where one is installed, or from the index."""
     pack = plan.pack
+    if plan.wheels and wanted:
+        raise UserError(
+            "--releases is about releases of the index, and a file, a commit or a checkout is given: leave one out."
+        )
     if plan.wheels:
         return [Release(version=version, file=wheel.name, sha256="") for version, wheel in plan.wheels.items()], []
     if plan.here or plan.release_path:

@@ -29,6 +29,7 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
         raise UserError(
             f"--base-url {options.base_url} is not a URL: give one such as https://github.com/OWNER/NAME/blob/main."
         )
+    options.output = common.given(options.output)
     out = report.console()
     packs = common.about_upstreams(out)
     stored = common.stored(options, packs, out)

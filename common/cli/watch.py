@@ -37,7 +37,7 @@ def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:
 
 def call(options: argparse.Namespace, extra: list[str]) -> int:
     common.check(options)
-    target = None if options.json == "-" else common.output(Path(options.json), '{"schema"')
+    target = None if options.json == "-" else common.output(Path(options.json), '{"schema"', stream=True)
     out = report.console(stderr=target is None)
     packs = cells.chosen_packs(options, out)
     if options.nightly:

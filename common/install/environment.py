@@ -560,6 +560,8 @@ def find_links() -> str:
 def read_wheel(wheel: Path, package: str) -> tuple[str, str]:
     """sha256 and version of a wheel file (or an sdist of plain Python), checked to be ``package``'s."""
     is_wheel = not wheel.name.endswith(".tar.gz")
+    if not wheel.is_file():
+        raise UserError(f"--wheel {wheel} cannot be read: it is not there, or is no file.")
     try:
         name, version = parse_wheel_filename(wheel.name)[:2] if is_wheel else parse_sdist_filename(wheel.name)
         sha256 = hashlib.sha256(wheel.read_bytes()).hexdigest()

@@ -76,6 +76,8 @@ def of_diff(given: str, cache: Path) -> Path:
         return Path(given)
     if given == "-":
         name, data = "stdin", sys.stdin.buffer.read(_LARGEST + 1)
+        if not data:
+            raise UserError("--patch - got nothing on standard input: is what should have made the diff right?")
     else:
         import requests  # which takes a moment, and is seldom wanted
 

@@ -71,7 +71,9 @@ def of_python(python: Path) -> Stack:
         done = subprocess.run([python, "-E", "-c", _LIST], capture_output=True, text=True, timeout=60)
         found = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"{python} could not list what it has installed: {error or 'it ended without an answer'}.") from error
+        raise UserError(
+            f"{python} gave no list of packages ({type(error).__name__}): name a Python interpreter, or the folder of a virtual environment."
+        ) from error
     first: dict[str, tuple[str, str | None]] = {}
     for name, version, origin in found:  # The first on the path is what is imported.
         first.setdefault(canonicalize_name(name), (version, origin))
@@ -289,6 +291,9 @@ def pinned(text: str) -> tuple[str, str]:
     """Name and version of ``NAME==VERSION``, as --upgrade is given."""
     name, _, version = text.partition("==")
     try:
-        return canonicalize_name(Requirement(name).name), str(Version(version))
+        asked = Requirement(name)
+        if asked.url or asked.extras or asked.marker or asked.specifier:
+            raise InvalidRequirement(name)
+        return canonicalize_name(asked.name), str(Version(version))
     except (InvalidRequirement, InvalidVersion) as error:
         raise UserError(f"{text!r} is not NAME==VERSION, such as liger-kernel==0.8.2.") from error

@@ -13,7 +13,7 @@ from common.packs import reportblock
 from common.packs.pack import load
 
 #: What a title may not hold: it stands in TOML, in Markdown and in Python.
-_UNFIT = re.compile(r"""["\\\n|]|<[A-Za-z/!]""")
+_UNFIT = re.compile(r"""["\\|\x00-\x1f\x7f\ud800-\udfff]|<[A-Za-z/!]""")
 _TEMPLATES = Path(__file__).parent / "templates" / "pack"
 #: The skeleton's README, whose words nobody should file.
 README = _TEMPLATES / "README.md.j2"
@@ -31,7 +31,9 @@ def new_pack(number: int, slug: str, package: str, packs: Path = PACKS, *, title
     if not re.fullmatch(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?", package):
         raise UserError(f"{package!r} is not a package's name.")
     if _UNFIT.search(title):
-        raise UserError("A title is one line without double quotes, backslashes, | and tags: the first line of the bug report.")
+        raise UserError(
+            "A title is one line of text without tabs, double quotes, backslashes, | and tags: the first line of the bug report."
+        )
     if taken := sorted(packs.glob(f"pack{number:02d}_*")):
         raise UserError(f"Number {number:02d} is taken by {taken[0].name}; numbers are never reused.")
     folder = packs / f"pack{number:02d}_{slug}"
