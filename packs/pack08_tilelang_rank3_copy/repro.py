@@ -4,9 +4,9 @@
 # ///
 """tilelang: a pipelined copy into shared memory of rank 3 or 4 does not compile for Hopper, while the same copy in rank 2 does.
 
-T.copy(Q[...], q) with q [16, 4, 64] in shared memory, then T.gemm(T.reshape(q, [64, 64]), ...): "Cannot detect TMA layout" up to 0.1.8, "T.tma_copy() cannot fall back to
-normal copy" in 0.1.10 and 0.1.11 (https://github.com/tile-ai/tilelang/pull/746, /pull/1798). Compiled for sm_90a; nothing is run, and no GPU is needed. That it compiles does
-not make it right: see pack30. Exits with 10 (BUG_REPRODUCED), 0 (BUG_ABSENT) or 125 (neither).
+T.copy(Q[...], q) with q [16, 4, 64] in shared memory, then T.gemm(T.reshape(q, [64, 64]), ...): "stride % 8 == 0" in 0.1.6.post2, "Cannot detect TMA layout" in
+0.1.7 and 0.1.8, "T.tma_copy() cannot fall back to normal copy" in 0.1.10 and 0.1.11 (https://github.com/tile-ai/tilelang/pull/746, /pull/1798). Compiled for sm_90a; nothing
+is run, no GPU is needed. That it compiles does not make it right: see pack30. Exits with 10 (BUG_REPRODUCED), 0 (BUG_ABSENT) or 125 (neither).
 """
 
 import re

@@ -5,7 +5,7 @@
 """tilelang: a sum over a view of a GEMM's accumulator cannot be lowered, as Mamba-3's MIMO backward has it.
 
 T.reduce_sum(T.view(acc, [C, R * N]), out, dim=1), where acc is the [C * R, N] fragment that T.gemm writes: "ReduceOp cannot lower a
-layout where a source index depends on a thread-owned reduce segment". Since https://github.com/tile-ai/tilelang/pull/2647
+layout where a source index depends on a thread-owned reduce segment". First in 0.1.13; https://github.com/tile-ai/tilelang/pull/2647 touches the code that raises.
 
 Compiles for sm_90a and runs nothing, so it needs no GPU. Exits with 10 (BUG_REPRODUCED), 0 (BUG_ABSENT) or 125 (neither).
 """
