@@ -56,6 +56,8 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     spans = [_between(options.between)] if options.between else blame.spans(runs)
     if not spans:
         raise UserError(f"All releases of {pack.package} that {pack.name} can test show the same: say --between REF..REF.")
+    for span in spans:  # What the clone lacks is said before anything is installed.
+        blame.ends(clone, *_names(clone, span))
     lane = lanes.choose(pack, options.lane)
     results = (RESULTS if options.record else CACHE / "runs") / "review" / "commits"
     jobs = options.jobs or plans.default_jobs(lane)
@@ -76,13 +78,17 @@ def _between(text: str) -> Span:
     return Span(before=before, after=after)
 
 
-def _of_span(span: Span, paths: list[str], run: _Runner) -> bool:
-    """Tell the commits of one span after which the verdict is another; whether every change was found."""
-    clone, out, pack = run.clone, run.out, run.plan.pack
-    names = [
+def _names(clone: Path, span: Span) -> list[str]:
+    return [
         checkouts.tag(clone, each, "say --between REF..REF") if any(span.outcomes) else each
         for each in (span.before, span.after)
     ]
+
+
+def _of_span(span: Span, paths: list[str], run: _Runner) -> bool:
+    """Tell the commits of one span after which the verdict is another; whether every change was found."""
+    clone, out, pack = run.clone, run.out, run.plan.pack
+    names = _names(clone, span)
     start, end = blame.ends(clone, *names)
     count = len(blame.commits(clone, start, end, paths))
     out.print(f"\n{span.before} → {span.after}: {count} commit(s) touch {', '.join(paths)}", markup=False, style="bold")

@@ -89,18 +89,19 @@ def _stack(options: argparse.Namespace, there: Path) -> stack.Stack:
     if options.file and options.python:
         raise UserError("Give files, or --python, not both.")
     if options.file:
-        return stack.merged(
-            [
-                stack.of_lines(sys.stdin.read().splitlines()) if file == "-" else stack.of_file(there / file)
-                for file in options.file
-            ]
-        )
+        return stack.merged([_stdin() if file == "-" else stack.of_file(there / file) for file in options.file])
     if options.python:
         return stack.of_python(there / options.python)
     python = os.environ.get("REPRODUCER_PYTHON")
     if python == "":
         raise UserError("There is no python3 on your PATH: name one with --python, or a file of requirements.")
     return stack.of_python(Path(python or sys.executable))
+
+
+def _stdin() -> stack.Stack:
+    if not (text := sys.stdin.read()).strip():
+        raise UserError("Standard input is empty: did what should have listed the packages fail?")
+    return stack.of_lines(text.splitlines())
 
 
 def _lines(told: Report, known: set[str]) -> Iterator[Text]:

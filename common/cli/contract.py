@@ -34,6 +34,8 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     out = report.console()
     packs = contract.measuring(common.about_upstreams(report.console(stderr=True)))
     root = options.results or RESULTS
+    if not root.is_dir():
+        raise UserError(f"{root} is not a folder: --results names one that holds receipts, as results/ does.")
     found = contract.columns(packs, history.load(root, packs))
     rows = contract.rows(found)
     if not found:

@@ -58,6 +58,8 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
         None if path is None else common.output(path, mark)
         for path, mark in ((options.markdown, review.HEADING), (options.junit, review.XML))
     )
+    if markdown is not None and markdown == junit:
+        raise UserError("--markdown and --junit name one file: give each its own.")
     jobs = options.jobs or min(plans.default_jobs(lanes.choose(pack)) for pack in about)
     tasks: list[Task] = []
     versions: list[str] = []

@@ -54,6 +54,8 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     plan = plans.planned(pack, "", lanes.choose(pack, options.lane), **where)
     release = _release(plan, options.release, out)
     ref = options.ref or checkouts.tag(clone, release.version, "name a commit with --ref")
+    if not (plan.here or plan.release_path):
+        common.base(plan.pack.at(release.version), out)
     found = upstream.compare(plan, release, tests, clone, ref, lambda line: out.print(line, markup=False, soft_wrap=True))
     if not found.unpatched:
         raise UserError(f"{', '.join(tests.files)} has no test at {ref}.")
@@ -89,5 +91,4 @@ def _release(plan: Plan, wanted: str | None, out: Console) -> Release:
         raise UserError(f"--release {wanted} names {len(chosen)} releases: name one.")
     for warning in warnings:
         common.warn(warning, out)
-    common.base(plan.pack.at(chosen[0].version), out)
     return chosen[0]
