@@ -101,6 +101,17 @@ def test_a_mutant_that_is_not_noticed_is_a_survivor(tmp_path, monkeypatch):
     assert [(o.kind, o.killed) for o in found] == [("dropped", True), ("wrong fix", False)]
     only = mutants.run([load(folder)], jobs=1, done=lambda outcome: None, only="by chance")
     assert [(o.name, o.killed) for o in only] == [("right by chance", False)]
+    # A call that was stopped: what was noticed is not run again, and a line that was being written is nothing.
+    for outcome in found:
+        mutants.keep(outcome, "digest")
+    with mutants._journal("pack00", "digest").open("ab") as journal:
+        journal.write(b'{"pack": "pa')
+    before = mutants.kept("pack00", "digest")
+    assert before == found[:1] and not mutants.kept("pack00", "another")
+    told = []
+    assert mutants.run([load(folder)], jobs=1, done=told.append, before=before) == found and told == found[1:]
+    mutants.forget("pack00", "digest")
+    assert not mutants.kept("pack00", "digest")
     today = {"pack00": "aaaaaaaa", "pack09": "bbbbbbbb", "pack38": "cccccccc"}
     text = pages.page(found, {}, "", today)
     assert "| pack00 | `aaaaaaaa` | 1 of 1 killed | – | 0 of 1 killed | – |" in text

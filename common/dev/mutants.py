@@ -13,10 +13,12 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
+import msgspec.json
 import msgspec.toml
 from msgspec import Meta, Struct
 
@@ -213,13 +215,50 @@ _poison({target}, {name!r})
     return {**fix, file: [*fix.get(file, ()), more]}
 
 
+def kept(pack: str, digest: str) -> list[Outcome]:
+    """What a call that was stopped had found of a pack's scripts and mutants, which ``digest`` stands for."""
+    file, found = _journal(pack, digest), []
+    for line in file.read_bytes().splitlines() if file.is_file() else ():
+        with suppress(msgspec.DecodeError):  # the last one, which was being written
+            found.append(msgspec.json.decode(line, type=Outcome))
+    return [outcome for outcome in found if outcome.killed]
+
+
+def keep(outcome: Outcome, digest: str) -> None:
+    file = _journal(outcome.pack, digest)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("ab") as journal:
+        journal.write(msgspec.json.encode(outcome) + b"\n")
+
+
+def forget(pack: str, digest: str) -> None:
+    _journal(pack, digest).unlink(missing_ok=True)
+
+
+def _journal(pack: str, digest: str) -> Path:
+    return CACHE / "mutants" / f"{pack}-{digest}.jsonl"
+
+
 def run(
-    packs: Sequence[Pack], *, jobs: int, done: Callable[[Outcome], None], source: Path | None = None, only: str = ""
+    packs: Sequence[Pack],
+    *,
+    jobs: int,
+    done: Callable[[Outcome], None],
+    source: Path | None = None,
+    only: str = "",
+    before: Sequence[Outcome] = (),
 ) -> list[Outcome]:
-    """Run the mutants of some packs whose names hold ``only``; ``done`` is told of each as it ends. ``source`` is a clone, for variants that are commits."""
-    found = []
+    """Run the mutants of some packs whose names hold ``only``, but for those of ``before``; ``done`` is told of each as it ends.
+
+    ``source`` is a clone, for variants that are commits.
+    """
+    found = [*before]
+    ended_before = {(outcome.pack, outcome.kind, outcome.name) for outcome in before}
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch, ThreadPoolExecutor(jobs) as executor:
-        work = [(pack, *of(pack, only)) for pack in packs]
+        work = [
+            (pack, told, [mutant for mutant in mutants if (pack.name, mutant.kind, mutant.name) not in ended_before])
+            for pack, (told, mutants) in ((pack, of(pack, only)) for pack in packs)
+        ]
         stop = threading.Event()
         try:
             started = []
