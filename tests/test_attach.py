@@ -19,6 +19,11 @@ MARKDOWN = MarkdownIt("gfm-like", {"linkify": False})
 PACK = find("pack09")
 
 
+def write(*given, **options):
+    """No diff is made anew here: the cache has none to be made."""
+    return attach.write(*given, remade=None, **options)
+
+
 def log_of(version, **changes):
     facts = {**FACTS, "version": version, **changes}
     return make_log(facts).replace('"version": "1.0"', f'"version": "{version}"')
@@ -33,7 +38,7 @@ def skipped(version):
 def test_the_top_is_the_verdict_then_the_table(tmp_path, store):
     store(tmp_path, version="0.6.5")
     store(tmp_path, version="0.7.0")
-    text = attach.write(PACK, tmp_path)[0].read_text()
+    text = write(PACK, tmp_path)[0].read_text()
     assert text.startswith("**`LigerFusedLinearCrossEntropyFunction"), "the README's bold line"
     assert "Reproduced in liger-kernel 0.6.5 – 0.7.0 (interpreter)." in text
     assert (
@@ -51,7 +56,7 @@ def test_every_machine_counts_and_no_range_bridges_a_release_that_was_not_run_th
     for version in ("0.6.5", "0.8.0"):
         strong = log_of(version, evidence="device:sm_90").replace("triton-interpreter", "device")
         store(tmp_path, machine="gpu", version=version, log=strong)
-    text = attach.write(PACK, tmp_path)[0].read_text()
+    text = write(PACK, tmp_path)[0].read_text()
     table = text.partition("|---|")[2].partition("Errors are relative")[0]
     rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| 0.")]
     assert [(row[0], row[3]) for row in rows] == [
@@ -74,7 +79,7 @@ def test_a_machine_that_did_not_run_the_fix_lends_it_no_evidence(tmp_path, store
     )
     store(tmp_path, machine="cpu", side="patched", log=fixed.replace('"version": "1.0"', '"version": "0.7.0"'))
     store(tmp_path, machine="gpu")
-    text = attach.write(PACK, tmp_path)[0].read_text()
+    text = write(PACK, tmp_path)[0].read_text()
     assert "| BUG_REPRODUCED; as released alone: interpreter on gpu | FIX_VALIDATED | interpreter on cpu | 2 |" in text
     assert len(list((tmp_path / "attach" / PACK.name).glob("*.patched.json"))) == 1
 
@@ -89,7 +94,7 @@ def test_machines_that_disagree_are_told(tmp_path, store):
     )
     path = store(tmp_path, machine="gpu", version="0.7.0", log=right)
     assert receipt.read(path).facts.outcome == "ABSENT"
-    assert "| 0.7.0 | BUG_ABSENT; BUG_REPRODUCED on test-machine |" in attach.write(PACK, tmp_path)[0].read_text()
+    assert "| 0.7.0 | BUG_ABSENT; BUG_REPRODUCED on test-machine |" in write(PACK, tmp_path)[0].read_text()
 
 
 def test_links_lead_somewhere_or_are_words():
@@ -139,7 +144,7 @@ def test_a_history_that_goes_back_and_forth_stays_so(tmp_path, store):
 
 def test_files_beside_the_text(tmp_path, store):
     store(tmp_path)
-    files = attach.write(PACK, tmp_path)
+    files = write(PACK, tmp_path)
     names = [path.name for path in files]
     assert names[:2] == ["pack09.md", "repro.py"]
     assert "liger-kernel-0.7.0.unpatched.json" in names
@@ -171,7 +176,7 @@ def test_it_fits_a_comment_whatever_the_logs_size(tmp_path, store, size):
     body = ["\x1b[31mline `` ` ``` </details> | x\x1b[0m"] * (size // 40)
     for version in PACK.pinned:
         store(tmp_path, version=version, log=log_of(version).replace("some output", "\n".join(body)))
-    text = attach.write(PACK, tmp_path)[0].read_text()
+    text = write(PACK, tmp_path)[0].read_text()
     assert len(text) <= attach.LIMIT
     assert "\x1b" not in text
     if size >= 100_000:
@@ -195,7 +200,7 @@ def test_planted_secrets_do_not_get_in(tmp_path, store, monkeypatch):
     monkeypatch.setenv("HOME", "/home/jdoe")
     planted = "hunter2hunter2 /scratch/jdoe/y /home/jdoe/x ghp_" + "a" * 36
     store(tmp_path, log=log_of("0.7.0").replace("some output", planted))
-    for path in attach.write(PACK, tmp_path):
+    for path in write(PACK, tmp_path):
         text = path.read_text()
         assert "hunter2" not in text
         assert "jdoe" not in text
@@ -205,7 +210,7 @@ def test_planted_secrets_do_not_get_in(tmp_path, store, monkeypatch):
 @pytest.mark.parametrize("template", attach.TEMPLATES)
 def test_each_upstreams_headings_are_filled(tmp_path, store, template):
     store(tmp_path)
-    text = attach.write(PACK, tmp_path, template=template)[0].read_text()
+    text = write(PACK, tmp_path, template=template)[0].read_text()
     headings = [heading for heading, _ in attach.TEMPLATES[template]]
     places = [text.index(heading) for heading in headings]
     assert places == sorted(places)
@@ -218,23 +223,23 @@ def test_one_machine_can_be_named(tmp_path, store):
     store(tmp_path)
     strong = log_of("0.7.0", evidence="device:sm_90").replace("triton-interpreter", "device")
     store(tmp_path, machine="gpu", log=strong)
-    assert "0.7.0 (device:sm_90, interpreter)" in attach.write(PACK, tmp_path)[0].read_text()
-    assert "0.7.0 (interpreter)" in attach.write(PACK, tmp_path, machine="test-machine")[0].read_text()
+    assert "0.7.0 (device:sm_90, interpreter)" in write(PACK, tmp_path)[0].read_text()
+    assert "0.7.0 (interpreter)" in write(PACK, tmp_path, machine="test-machine")[0].read_text()
     with pytest.raises(UserError, match="there are from gpu, test-machine"):
-        attach.write(PACK, tmp_path, machine="cray")
+        write(PACK, tmp_path, machine="cray")
 
 
 def test_stale_receipts_say_so(tmp_path, store):
     store(tmp_path, stale=True)
-    assert "(stale)" in attach.write(PACK, tmp_path)[0].read_text()
+    assert "(stale)" in write(PACK, tmp_path)[0].read_text()
 
 
 def test_what_cannot_be_written_is_one_sentence(tmp_path, store):
     with pytest.raises(UserError, match=r"no receipt of pack09.*nox -s pack09"):
-        attach.write(PACK, tmp_path)
+        write(PACK, tmp_path)
     store(tmp_path)
     with pytest.raises(UserError, match="no bug template for 'numpy'"):
-        attach.write(PACK, tmp_path, template="numpy")
+        write(PACK, tmp_path, template="numpy")
 
 
 def test_a_readme_without_words_of_its_own_is_not_filed(tmp_path, store):
@@ -244,18 +249,18 @@ def test_a_readme_without_words_of_its_own_is_not_filed(tmp_path, store):
     (folder / "README.md").write_text(text.replace(attach.section(text, "Trigger"), "The smallest call that shows it."))
     store(tmp_path / "r")
     with pytest.raises(UserError, match="no words of its own under Trigger"):
-        attach.write(load(folder), tmp_path / "r")
+        write(load(folder), tmp_path / "r")
 
 
 def test_errors_are_spoken_of_only_where_some_were_measured(tmp_path, store):
     store(tmp_path)
-    text = attach.write(PACK, tmp_path)[0].read_text()
+    text = write(PACK, tmp_path)[0].read_text()
     assert "| bug error | limit | error with the fix |" in text
     assert "Errors are relative, unless the text gives a unit." in text
     checks = [{"role": c["role"], "name": c["name"], "ok": c["role"] != "trigger"} for c in FACTS["checks"]]
     exact = {**FACTS, "checks": checks}
     store(tmp_path, log=make_log(exact))
-    text = attach.write(PACK, tmp_path)[0].read_text()
+    text = write(PACK, tmp_path)[0].read_text()
     assert "error with the fix" not in text
     assert "relative" not in text.partition("## ")[0]
 
@@ -263,4 +268,4 @@ def test_errors_are_spoken_of_only_where_some_were_measured(tmp_path, store):
 def test_nothing_to_patch_and_not_run_are_told_apart(tmp_path, store):
     store(tmp_path, version="0.8.2", log=log_of("0.8.2"))
     store(tmp_path, version="0.8.2", side="patched", log=skipped("0.8.2"))
-    assert "nothing to patch" in attach.write(PACK, tmp_path)[0].read_text()
+    assert "nothing to patch" in write(PACK, tmp_path)[0].read_text()

@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 
 from common.cli import common, report
-from common.files import RESULTS
-from common.packs.pack import find
+from common.errors import UserError
+from common.files import CACHE, RESULTS
+from common.install.releases import choose
+from common.packs.pack import Pack, find
 from common.publish import attach
+from common.run import plan as plans
+from common.run import runner
 
 HELP = "write the text and the files to attach to an upstream issue"
 DESCRIPTION = """Write results/attach/PACK.md from the stored receipts, and beside it the script, the fix's diff and the receipts. It
@@ -30,8 +34,18 @@ def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:
 
 def call(options: argparse.Namespace, extra: list[str]) -> int:
     out = report.console()
-    written = attach.write(find(options.pack), options.results or RESULTS, machine=options.machine, template=options.template)
+    written = attach.write(
+        find(options.pack), options.results or RESULTS, remade=_diff, machine=options.machine, template=options.template
+    )
     out.print("Read it, run the pack once more if in doubt, and sign it with your own name. To attach:")
     for path in written:
         out.print(f"  {report.where(path)}", markup=False, soft_wrap=True)
     return common.OK
+
+
+def _diff(pack: Pack, version: str, lane: str) -> str:
+    """What the fix changes in a release, which is installed for it."""
+    release = next(iter(choose(pack, version, CACHE)[0]), None)
+    if release is None:
+        raise UserError(f"The index has no {pack.package} {version} to make the fix's diff from.")
+    return runner.fix_of(plans.planned(pack, "", lane), release)

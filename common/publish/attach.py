@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -18,16 +17,12 @@ from packaging.utils import canonicalize_name
 
 from common.errors import UserError
 from common.files import CACHE, write_atomically
-from common.install.releases import choose
 from common.packs import scaffold
 from common.packs.pack import Pack
-from common.run.overlay import apply_fix
-from common.run.runner import installed
 from common.scrub import Scrubber, md, plain
 from common.store import history
 from common.store.cell import Cell
 from common.store.history import Range, Seen, best, ranges
-from common.transforms import load_fix
 
 #: GitHub's limit for a comment, in characters.
 LIMIT = 65_536
@@ -80,14 +75,24 @@ TEMPLATES: Mapping[str, Sequence[tuple[str, str]]] = {
 }
 
 
-def write(pack: Pack, results: Path, *, machine: str | None = None, template: str | None = None) -> list[Path]:
-    """Write ``results/attach/PACK.md`` and the folder of files beside it; returns their paths."""
+def write(
+    pack: Pack,
+    results: Path,
+    *,
+    remade: Callable[[Pack, str, str], str],
+    machine: str | None = None,
+    template: str | None = None,
+) -> list[Path]:
+    """Write ``results/attach/PACK.md`` and the folder of files beside it; returns their paths.
+
+    ``remade`` gives the fix's diff on a release, in a lane, where the cache has it no more.
+    """
     if template is not None and template not in TEMPLATES:
         raise UserError(f"There is no bug template for {template!r}; there are {', '.join(TEMPLATES)}.")
     runs, commits = load(pack, results, machine)
     told = _told_of(pack, [*runs, *commits])
     patch = told.of("patched")
-    diff = _diff(pack, patch) if patch is not None and patch.patch else None
+    diff = _diff(pack, patch, remade) if patch is not None and patch.patch else None
     target = results / "attach" / f"{pack.name}.md"
     write_atomically(target, render(pack, runs, commits, diff, template=template))
     return [target, *_files(pack, [*runs, *commits], told, diff, results / "attach" / pack.name)]
@@ -320,7 +325,7 @@ def _tail(log: str, budget: int) -> tuple[str, int]:
     return "\n".join(reversed(kept)), len(lines) - len(kept)
 
 
-def _diff(pack: Pack, seen: Seen) -> tuple[str, str]:
+def _diff(pack: Pack, seen: Seen, remade: Callable[[Pack, str, str], str]) -> tuple[str, str]:
     """Name and text of the diff that a run was made with; from the cache, or made once more from the release."""
     assert seen.patch is not None
     name, sha256 = seen.patch
@@ -331,12 +336,7 @@ def _diff(pack: Pack, seen: Seen) -> tuple[str, str]:
         raise UserError(
             f"The diff {name} is of a commit: run 'nox -s {pack.name} -- --variant {seen.cell.variant}', which makes it."
         )
-    release = next((r for r in choose(pack, seen.version, CACHE)[0]), None)
-    if release is None:
-        raise UserError(f"The index has no {pack.package} {seen.version} to make the fix's diff from.")
-    there = installed(pack.varied("", seen.lane), release, CACHE)
-    with tempfile.TemporaryDirectory() as folder:
-        text = apply_fix(load_fix(pack.fix), there.site, Path(folder))
+    text = remade(pack, seen.version, seen.lane)
     if hashlib.sha256(text.encode()).hexdigest() != sha256:
         raise UserError(
             f"fix.py has changed since {seen.path.name} was made: run 'nox -s regress -- --pack {pack.name}' first."
