@@ -192,7 +192,7 @@ def test_what_is_written_has_all_that_it_uses(name, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["liger kernel"], "is not a package and version"),
+        (["liger kernel"], "is not a package and one version"),
         (["numpy==2.0"], "No pack has a hunt.py for numpy; there are some for"),
         (["megatron-core"], "give --pack pack20, pack36"),
         (["megatron_core"], "give --pack pack20, pack36"),
