@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from common.cli import common, report
-from common.errors import UserError
 from common.files import CACHE, RESULTS
 from common.install.releases import choose
 from common.packs.pack import Pack, find
@@ -45,7 +44,4 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
 
 def _diff(pack: Pack, version: str, lane: str) -> str:
     """What the fix changes in a release, which is installed for it."""
-    release = next(iter(choose(pack, version, CACHE)[0]), None)
-    if release is None:
-        raise UserError(f"The index has no {pack.package} {version} to make the fix's diff from.")
-    return runner.fix_of(plans.planned(pack, "", lane), release)
+    return runner.fix_of(plans.planned(pack, "", lane), choose(pack, version, CACHE)[0][0])

@@ -56,8 +56,8 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     spans = [_between(options.between)] if options.between else blame.spans(runs)
     if not spans:
         raise UserError(f"All releases of {pack.package} that {pack.name} can test show the same: say --between REF..REF.")
-    for span in spans:  # What the clone lacks is said before anything is installed.
-        blame.ends(clone, *_names(clone, span))
+    # What the clone lacks is said before anything is installed.
+    between = [(span, names, blame.ends(clone, *names)) for span in spans for names in [_names(clone, span)]]
     lane = lanes.choose(pack, options.lane)
     results = (RESULTS if options.record else CACHE / "runs") / "review" / "commits"
     jobs = options.jobs or plans.default_jobs(lane)
@@ -67,7 +67,7 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     common.base(pack, out)
     runner_of = _Runner(plan, clone, jobs, out, again=options.again)
     paths = blame.files(pack, runs)
-    complete = [_of_span(span, paths, runner_of) for span in spans]
+    complete = [_of_span(*each, paths, runner_of) for each in between]
     return common.OK if all(complete) else common.SURPRISE
 
 
@@ -85,11 +85,9 @@ def _names(clone: Path, span: Span) -> list[str]:
     ]
 
 
-def _of_span(span: Span, paths: list[str], run: _Runner) -> bool:
+def _of_span(span: Span, names: list[str], ends: tuple[Commit, Commit], paths: list[str], run: _Runner) -> bool:
     """Tell the commits of one span after which the verdict is another; whether every change was found."""
-    clone, out, pack = run.clone, run.out, run.plan.pack
-    names = _names(clone, span)
-    start, end = blame.ends(clone, *names)
+    (start, end), clone, out, pack = ends, run.clone, run.out, run.plan.pack
     count = len(blame.commits(clone, start, end, paths))
     out.print(f"\n{span.before} → {span.after}: {count} commit(s) touch {', '.join(paths)}", markup=False, style="bold")
     if start != (first := blame.commit(clone, names[0])):

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from common.cli import report
-from common.cli.common import about_upstreams, base, folder, formatted, judges, pool_options, results_option, warn
+from common.cli.common import about_these, about_upstreams, base, folder, formatted, judges, pool_options, results_option, warn
 from common.errors import UserError
 from common.files import CACHE, RESULTS
 from common.install import lanes
@@ -46,8 +46,7 @@ def chosen_packs(options: argparse.Namespace, out: Console) -> list[Pack]:
     """Those that were named, else all but the self-test, which says nothing of a release."""
     chosen = [find(name) for name in options.pack or ()] or about_upstreams(out)
     upstreams = sorted({pack.package for pack in chosen})
-    if options.pack and options.upstream and (strange := [p for p in chosen if p.package not in options.upstream]):
-        raise UserError(f"{strange[0].name} is about {strange[0].package}, not about {' or '.join(options.upstream)}.")
+    about_these(chosen if options.pack else (), options.upstream or ())
     if unknown := sorted(set(options.upstream or ()) - set(upstreams)):
         raise UserError(f"No pack is about {unknown[0]!r}; there are packs about {', '.join(upstreams)}.")
     return [pack for pack in chosen if not options.upstream or pack.package in options.upstream]
@@ -58,13 +57,13 @@ def session(
     options: argparse.Namespace, packs: Sequence[Pack], out: Console
 ) -> Iterator[tuple[Pool, Callable[[Pack, str], Plan], Path, str]]:
     """Workers, what holds for each pack's runs on them, where receipts go and the machine's name."""
+    folder(options.results, "--results")
     if any(pack.kind == "selftest" for pack in packs) and options.results is None:
         raise UserError("The self-test's receipts are no record of a release: name a folder for them with --results.")
     for pack in packs:
         judges(pack)
     if not getattr(options, "dry_run", False):
         formatted(packs, out)
-    folder(options.results, "--results")
     results = (options.results or RESULTS).resolve()
     jobs = options.jobs or plans.default_jobs("device")
     there: AbstractContextManager[Pool] = (

@@ -25,7 +25,7 @@ def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:
 
 def call(options: argparse.Namespace, extra: list[str]) -> int:
     since = ""
-    if options.since is not None:
+    if options.since:
         try:
             since = datetime.date.fromisoformat(options.since).isoformat()
         except ValueError as error:
@@ -33,7 +33,7 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     out = report.console()
     notes = report.console(stderr=True)
     packs = common.about_upstreams(notes)
-    if options.upstream is not None and options.upstream not in {pack.package for pack in packs}:
+    if options.upstream and options.upstream not in {pack.package for pack in packs}:
         known = ", ".join(sorted({pack.package for pack in packs}))
         raise UserError(f"No pack is about {options.upstream!r}; there are packs about {known}.")
     told = [

@@ -92,11 +92,17 @@ def results_only(parser: argparse.ArgumentParser, session: str | None) -> None:
     results_option(parser)
 
 
-def receipts(options: argparse.Namespace) -> Path:
-    """The folder of receipts that is asked for; `UserError` where it is none, or holds none."""
+def results_folder(options: argparse.Namespace) -> Path:
+    """The folder of receipts that is asked for; `UserError` where it is none."""
     results: Path = options.results or RESULTS
     if not results.is_dir():
         raise UserError(f"{results} is not a folder: --results names one that holds receipts, as results/ does.")
+    return results
+
+
+def receipts(options: argparse.Namespace) -> Path:
+    """The same; `UserError`, too, where it holds no receipt."""
+    results = results_folder(options)
     if not any(receipt.stored(root) for root in (results, *receipt.reviews(results))):
         raise UserError(f"There are no receipts in {results}.")
     return results
@@ -174,6 +180,13 @@ def formatted(packs: Sequence[Pack], out: Console) -> None:
     for path, data in before.items():
         if path.read_bytes() != data:
             warn(f"Formatted: {report.where(path)}.", out)
+
+
+def about_these(named: Iterable[Pack], upstreams: Sequence[str]) -> None:
+    """`UserError` where a pack that was named is about none of the packages that were named."""
+    for pack in named:
+        if upstreams and pack.package not in upstreams:
+            raise UserError(f"{pack.name} is about {pack.package}, not about {' or '.join(upstreams)}.")
 
 
 def stored(options: argparse.Namespace, chosen: list[Pack], out: Console) -> history.History:

@@ -11,7 +11,6 @@ from rich.text import Text
 
 from common.cli import common, report
 from common.errors import UserError
-from common.files import RESULTS
 from common.publish import contract
 from common.store import history
 
@@ -33,9 +32,7 @@ def arguments(parser: argparse.ArgumentParser, session: str | None) -> None:
 def call(options: argparse.Namespace, extra: list[str]) -> int:
     out = report.console()
     packs = contract.measuring(common.about_upstreams(report.console(stderr=True)))
-    root = options.results or RESULTS
-    if not root.is_dir():
-        raise UserError(f"{root} is not a folder: --results names one that holds receipts, as results/ does.")
+    root = common.results_folder(options)
     found = contract.columns(packs, history.load(root, packs))
     rows = contract.rows(found)
     if not found:

@@ -42,8 +42,7 @@ def call(options: argparse.Namespace, extra: list[str]) -> int:
     if unknown := [name for name in options.upstream if name not in known]:
         raise UserError(f"No pack is about {unknown[0]!r}; there are packs about {', '.join(known)}.")
     only = {find(name).name for name in options.pack} if options.pack else None
-    if only and options.upstream and (strange := [p for p in packs if p.name in only and p.package not in options.upstream]):
-        raise UserError(f"{strange[0].name} is about {strange[0].package}, not about {' or '.join(options.upstream)}.")
+    common.about_these((pack for pack in packs if pack.name in (only or ())), options.upstream)
     if only and (others := sorted(only - {p.name for p in packs})):
         raise UserError(f"{others[0]} is about no upstream: name another pack.")
     target = common.output(options.output, pins.HEADER)

@@ -140,9 +140,9 @@ def _read(options: argparse.Namespace) -> None:
         if (path := getattr(options, name)) is not None:
             setattr(options, name, common.given(path))
     common.folder(options.results, "--results")
-    mode = "debug" if options.debug else "diff" if options.diff is not None else ""
-    for other in ("diff", "propose", "picture", "record", "proofs", *(("patch", "without") if mode == "diff" else ())):
-        if mode not in ("", other) and getattr(options, other) not in (None, False):
+    mode, more = ("debug", ("diff",)) if options.debug else ("diff", ("patch", "without"))
+    for other in (*more, "propose", "picture", "record", "proofs") if options.debug or options.diff is not None else ():
+        if getattr(options, other) not in (None, False):
             raise UserError(f"--{mode} grades nothing; it has no meaning beside --{other}.")
     options.picture = options.picture and common.output(options.picture, "<svg")
     options.wheel = [common.given(wheel) for wheel in options.wheel or ()]
